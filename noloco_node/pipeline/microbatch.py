@@ -256,7 +256,7 @@ class MicrobatchSource:
 
 
 @dataclass(slots=True, eq=False)
-class _Hop:
+class _Sending:
     """A microbatch on its way to the next stage, and what has come of its tries so far."""
 
     outgoing: Outgoing
@@ -315,29 +315,29 @@ class Downstream:
         latter is passed upward at once and retried by the origin only, so that failures do not multiply over hops. The
         origin tries another peer then: a peer that always says so may be the one at fault.
         """
-        hop = _Hop(outgoing, ambient.monotonic() + budget, outgoing.mode == "train")
-        while (left := hop.deadline - (began := ambient.monotonic())) * 1000 > MIN_BUDGET_MS:
-            peer = self._balancer.choose(hop.excluded)
+        sending = _Sending(outgoing, ambient.monotonic() + budget, outgoing.mode == "train")
+        while (left := sending.deadline - (began := ambient.monotonic())) * 1000 > MIN_BUDGET_MS:
+            peer = self._balancer.choose(sending.excluded)
             if peer is None:
-                await self._begin_another_round(hop, left)
+                await self._begin_another_round(sending, left)
                 continue
-            hop.asks, patience = max(hop.asks, self._balancer.asks_for(peer)), self._patience(left)
+            sending.asks, patience = max(sending.asks, self._balancer.asks_for(peer)), self._patience(left)
             try:
-                answer = await self._call(peer, outgoing, hop.asks, patience)
+                answer = await self._call(peer, outgoing, sending.asks, patience)
             except (Refused, TransportError) as error:
-                self._settle_failure(hop, peer, error, began)
+                self._settle_failure(sending, peer, error, began)
             else:
-                return self._settle(hop, answer, patience, began)
+                return self._settle(sending, answer, patience, began)
         why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
-        raise given_up(Refusal.BUDGET_SPENT, why, hop.suspect)
+        raise given_up(Refusal.BUDGET_SPENT, why, sending.suspect)
 
-    async def _begin_another_round(self, hop: _Hop, left: float) -> None:
+    async def _begin_another_round(self, sending: _Sending, left: float) -> None:
         """Nobody may be asked now. Once all have refused, one round follows at once, in which the microbatch may wait
         wherever there is a place; then a short jittered pause comes before each. With no peer at all, wait for one."""
-        all_asked = bool(hop.excluded)
-        hop.excluded.clear()
-        if all_asked and hop.asks < ASKS_TO_WAIT:
-            hop.asks = ASKS_TO_WAIT
+        all_asked = bool(sending.excluded)
+        sending.excluded.clear()
+        if all_asked and sending.asks < ASKS_TO_WAIT:
+            sending.asks = ASKS_TO_WAIT
             return
         pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else left
         await self._balancer.changed.wait(min(pause, left))
@@ -408,14 +408,14 @@ class Downstream:
             self._transport.peer_stats.worked(peer, trained.tokens)
         return replace(trained, peer=peer, codec=codec, waited=min(trained.waited, took), link_wait=link_wait)
 
-    def _settle(self, hop: _Hop, answer: Trained, patience: float, began: float) -> Trained:
+    def _settle(self, sending: _Sending, answer: Trained, patience: float, began: float) -> Trained:
         """The microbatch is through: its answer may be audited, and it has waited since its first peer was full."""
-        if hop.trains:
-            copied = replace(hop.outgoing, codec=answer.codec, asks=hop.asks)
+        if sending.trains:
+            copied = replace(sending.outgoing, codec=answer.codec, asks=sending.asks)
             self.auditor.consider(answer, copied, budget=patience, took=ambient.monotonic() - began)
-        return replace(answer, waited=answer.waited + max(0.0, began - hop.busy_since))
+        return replace(answer, waited=answer.waited + max(0.0, began - sending.busy_since))
 
-    def _settle_failure(self, hop: _Hop, peer: PeerId, error: Refused | TransportError, began: float) -> None:
+    def _settle_failure(self, sending: _Sending, peer: PeerId, error: Refused | TransportError, began: float) -> None:
         """A try came to nothing: what that says of the peer, of the stage and of the microbatch. Raises HopFailed where
         no other peer is to be tried."""
         refusal = error.reason if isinstance(error, Refused) else None
@@ -424,20 +424,20 @@ class Downstream:
         if refusal is not Refusal.OUT_OF_REACH:
             self.circuit_breaker.failed()
         if self._stage > 0 and isinstance(error, Refused) and refusal in PASSED_UPWARD:
-            raise passed_upward(error, hop.suspect) from None
-        logger.debug("microbatch %s came to nothing at %s: %r", hop.outgoing.id[:8], peer, error)
-        hop.suspect = hop.suspect or suspect
-        hop.failures += refusal not in COME_BACK
+            raise passed_upward(error, sending.suspect) from None
+        logger.debug("microbatch %s came to nothing at %s: %r", sending.outgoing.id[:8], peer, error)
+        sending.suspect = sending.suspect or suspect
+        sending.failures += refusal not in COME_BACK
         if refusal is Refusal.BUSY:
-            hop.busy_since = min(hop.busy_since, began)
-        if hop.trains and refusal is None and suspect:
+            sending.busy_since = min(sending.busy_since, began)
+        if sending.trains and refusal is None and suspect:
             self._ledger.repeated += 1  # it may have been trained there all the same
-        if hop.failures >= self._spec.pipeline.hop_attempts:
-            why = f"{hop.failures} failures at stage {self._stage + 1}"
-            raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, hop.suspect) from None
-        hop.asks += 1
-        hop.excluded.add(peer)
-        if hop.trains:
+        if sending.failures >= self._spec.pipeline.hop_attempts:
+            why = f"{sending.failures} failures at stage {self._stage + 1}"
+            raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, sending.suspect) from None
+        sending.asks += 1
+        sending.excluded.add(peer)
+        if sending.trains:
             self._ledger.retried += 1
 
     async def take_back(
