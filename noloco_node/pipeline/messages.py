@@ -137,7 +137,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A microbatch that came back from the next stage."""
+    """What came back from the next stage for a microbatch that was trained there, or only evaluated."""
 
     loss_sum: float
     tokens: int

@@ -160,14 +160,14 @@ class MicrobatchSource:
         try:
             await self._run(sample)
         except HopFailed as failure:
-            return self._settle(sample, failure)
+            return self._close_sample(sample, failure)
         except (MicrobatchNotFinite, NoMemory) as error:
-            return self._settle(sample, _own_failure(error))
+            return self._close_sample(sample, _own_failure(error))
         except asyncio.CancelledError:
             self._ended(sample)
             self._waiting.appendleft(sample)
             raise
-        return self._settle(sample)
+        return self._close_sample(sample)
 
     async def _draw_new(self) -> Sample:
         self._heed_blocks()
@@ -207,7 +207,7 @@ class MicrobatchSource:
             await run_to_end(self._worker.discard(passage))
             raise
 
-    def _settle(self, sample: Sample, failure: HopFailed | None = None) -> bool:
+    def _close_sample(self, sample: Sample, failure: HopFailed | None = None) -> bool:
         """A sample's way is over: it is trained, or requeued, or dropped after too many failures. Whether it was
         trained."""
         self._ended(sample)
@@ -321,13 +321,13 @@ class Downstream:
             if peer is None:
                 await self._begin_another_round(sending, left)
                 continue
-            sending.asks, patience = max(sending.asks, self._balancer.asks_for(peer)), self._patience(left)
+            sending.asks, seconds = max(sending.asks, self._balancer.asks_for(peer)), self._seconds_of_an_ask(left)
             try:
-                answer = await self._call(peer, outgoing, sending.asks, patience)
+                answer = await self._call(peer, outgoing, sending.asks, seconds)
             except (Refused, TransportError) as error:
-                self._settle_failure(sending, peer, error, began)
+                self._after_failed_ask(sending, peer, error, began)
             else:
-                return self._settle(sending, answer, patience, began)
+                return self._accept_answer(sending, answer, seconds, began)
         why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
         raise given_up(Refusal.BUDGET_SPENT, why, sending.suspect)
 
@@ -408,19 +408,19 @@ class Downstream:
             self._transport.peer_stats.worked(peer, trained.tokens)
         return replace(trained, peer=peer, codec=codec, waited=min(trained.waited, took), link_wait=link_wait)
 
-    def _settle(self, sending: _Sending, answer: Trained, patience: float, began: float) -> Trained:
+    def _accept_answer(self, sending: _Sending, answer: Trained, budget: float, began: float) -> Trained:
         """The microbatch is through: its answer may be audited, and it has waited since its first peer was full."""
         if sending.trains:
             copied = replace(sending.outgoing, codec=answer.codec, asks=sending.asks)
-            self.auditor.consider(answer, copied, budget=patience, took=ambient.monotonic() - began)
+            self.auditor.consider(answer, copied, budget=budget, took=ambient.monotonic() - began)
         return replace(answer, waited=answer.waited + max(0.0, began - sending.busy_since))
 
-    def _settle_failure(self, sending: _Sending, peer: PeerId, error: Refused | TransportError, began: float) -> None:
+    def _after_failed_ask(self, sending: _Sending, peer: PeerId, error: Refused | TransportError, began: float) -> None:
         """A try came to nothing: what that says of the peer, of the stage and of the microbatch. Raises HopFailed where
         no other peer is to be tried."""
         refusal = error.reason if isinstance(error, Refused) else None
         suspect = refusal not in OF_ANY_MICROBATCH and not isinstance(error, PeerUnreachable)
-        self._note_failure(peer, error)
+        self._note_peer(peer, error)
         if refusal is not Refusal.OUT_OF_REACH:
             self.circuit_breaker.failed()
         if self._stage > 0 and isinstance(error, Refused) and refusal in PASSED_UPWARD:
@@ -460,8 +460,8 @@ class Downstream:
             self.auditor.compare(PeerId(trained.peer), passage.signs)
         return gradient
 
-    def _patience(self, remaining: float) -> float:
-        """Seconds for one attempt. The origin keeps half for a second one, so that a silent peer (stopped, hung) does
+    def _seconds_of_an_ask(self, remaining: float) -> float:
+        """Seconds for one ask. The origin keeps half for a second one, so that a silent peer (stopped, hung) does
         not eat the whole budget. A later hop gives all it has, or a deep pipeline's share would shrink to nothing."""
         if self._stage > 0:
             return remaining
@@ -471,10 +471,10 @@ class Downstream:
         try:
             return await self._call(peer, replace(first, id=ambient.token(16)), first.asks, budget)
         except (Refused, TransportError) as error:
-            self._note_failure(peer, error)
+            self._note_peer(peer, error)
             raise
 
-    def _note_failure(self, peer: PeerId, error: Refused | TransportError) -> None:
+    def _note_peer(self, peer: PeerId, error: Refused | TransportError) -> None:
         if not isinstance(error, Refused) or error.reason in _NOT_FOR_US:
             self._balancer.failed(peer)
             self._transport.peer_stats.idle(peer)
