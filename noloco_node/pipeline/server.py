@@ -97,7 +97,7 @@ class Repeats:
             raise Refused(Refusal.ALREADY_TRAINED)
         return None
 
-    def mark_trained(self, name: MicrobatchName) -> bool:
+    def begin_training(self, name: MicrobatchName) -> bool:
         """From here on it changes this replica: a repeat is turned away even if this attempt is cancelled. True where
         a microbatch of the same id was trained here before, in another's name or from other weights."""
         again = self._ids[name.id] > 0
@@ -105,11 +105,11 @@ class Repeats:
         self._ids[name.id] += 1
         return again
 
-    def was_trained(self, name: MicrobatchName) -> bool:
+    def has_begun(self, name: MicrobatchName) -> bool:
         """Whether it has changed this replica, or is about to."""
         return name in self._trained
 
-    def unmark(self, name: MicrobatchName) -> None:
+    def forget(self, name: MicrobatchName) -> None:
         """It came to nothing after all."""
         if name in self._trained:
             del self._trained[name]
@@ -254,7 +254,7 @@ class PipelineServer:
         """Refuse what is under way here and not trained yet, as `draining`: its senders try others at once, and count
         it as no failure. What is being trained comes to its end."""
         for name, task in self._under_way.items():
-            if not self._repeats.was_trained(name) and task is not None:
+            if not self._repeats.has_begun(name) and task is not None:
                 self._handed_back.add(name)
                 task.cancel()
 
@@ -278,10 +278,10 @@ class PipelineServer:
                 return await self._evaluate(name, header, activations, tokens, deadline)
             return await self._train(name, header, activations, tokens, deadline)
         except MicrobatchNotFinite as error:
-            self._repeats.unmark(name)
+            self._repeats.forget(name)
             raise Refused(Refusal.DIVERGED, str(error)) from None  # with these weights: no proof against the sender
         except NoMemory as error:
-            self._repeats.unmark(name)
+            self._repeats.forget(name)
             raise Refused(Refusal.BUSY, NO_MEMORY) from error
 
     def _check_scale(self, peer: PeerId, scale: float) -> None:
@@ -295,7 +295,7 @@ class PipelineServer:
         labels, ids = labels_and_ids(self._spec.model, tokens)
         waits, turn = DeviceWaits(), turn_of(name.sender, header, labels.numel())
         if self._downstream is None:
-            self.mark_trained(name)
+            self.begin_training(name)
             done = await self._worker.loss(
                 activations, labels, ids, source=name.sender, turn=turn, chosen=header.chosen, waits=waits
             )
@@ -307,7 +307,7 @@ class PipelineServer:
             outputs = await self._worker.forward(activations, passage, turn=turn, waits=waits)
             chosen = tuple(before + own for before, own in zip(header.chosen, passage.chosen, strict=False))
             trained = await self._send_on(header, outputs, tokens, deadline, chosen)
-            self.mark_trained(name)
+            self.begin_training(name)
             gradient = await self._downstream.take_back(self._worker, passage, trained, waits)
             self._note_work(name, header, trained, passage.taken_in)
             return replace(trained, gradient=gradient, waited=trained.waited + waits.seconds)
@@ -354,6 +354,6 @@ class PipelineServer:
         )
         return Reply(header, () if gradient is None else (gradient,))
 
-    def mark_trained(self, name: MicrobatchName) -> None:
-        """It changes this replica from here on, and is counted where it is `repeated`: see `Repeats.mark_trained`."""
-        self._ledger.repeated += self._repeats.mark_trained(name)
+    def begin_training(self, name: MicrobatchName) -> None:
+        """It changes this replica from here on, and is counted where it is `repeated`: see `Repeats.begin_training`."""
+        self._ledger.repeated += self._repeats.begin_training(name)

@@ -321,13 +321,13 @@ async def test_what_a_leaving_node_cannot_finish_goes_back_as_no_failure() -> No
         assert middle.pipeline.server.pending == 0
         assert middle.worker.live_versions == 1
         last = made.replicas[2]
-        marked = last.pipeline.server.mark_trained  # pyright: ignore[reportPrivateUsage]
+        marked = last.pipeline.server.begin_training  # pyright: ignore[reportPrivateUsage]
 
         def mark_and_leave(name: MicrobatchName) -> None:
             marked(name)
             last.pipeline.server.hand_back()
 
-        last.pipeline.server.mark_trained = mark_and_leave  # pyright: ignore[reportPrivateUsage]
+        last.pipeline.server.begin_training = mark_and_leave  # pyright: ignore[reportPrivateUsage]
         message = request(made, id="b" * 32, stage=2)
         answer = await made.replicas[1].context.transport.call(  # pyright: ignore[reportPrivateUsage]
             peer_name(2, 0), microbatch.MICROBATCH.name, message, timeout=5, progress=5, max_answer_bytes=1 << 20
