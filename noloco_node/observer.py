@@ -35,7 +35,7 @@ from noloco_node.telemetry.swarm_state import (
 )
 from noloco_node.transport.interface import Transport
 from noloco_node.trust.admission import Access
-from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.screened_directory import ScreenedDirectory
 
 FOLLOWED_LIVES = 3.0
 """The motion of a clock is measured over so many record lives: nine renewals."""

@@ -22,7 +22,7 @@ from noloco_node.exporting.live import as_onlooker
 from noloco_node.model.cut import build_config
 from noloco_node.pipeline.live_model import LiveModel
 from noloco_node.trust.admission import Access
-from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.screened_directory import ScreenedDirectory
 
 HALF_A_CHARACTER = "\ufffd"
 """A tokenizer shows this for bytes that make no character yet."""

@@ -36,7 +36,7 @@ from noloco_node.training.layout import FlatLayout
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
 from noloco_node.trust.admission import Access
-from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.screened_directory import ScreenedDirectory
 
 T = TypeVar("T")
 

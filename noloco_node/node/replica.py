@@ -43,7 +43,7 @@ from noloco_node.training.placing import PlacedStage
 from noloco_node.training.progress import Capacity, Pace
 from noloco_node.training.stage_worker import InnerReport, StageWorker
 from noloco_node.transport.interface import Transport, Withdraw
-from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.screened_directory import ScreenedDirectory
 
 
 class Neighbourhood(Participant):

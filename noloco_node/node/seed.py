@@ -38,8 +38,8 @@ from noloco_node.telemetry.swarm_metrics import SwarmPages
 from noloco_node.telemetry.web import WebServer
 from noloco_node.transport.interface import Transport
 from noloco_node.trust.admission import Access, Introduction, own_access
-from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
+from noloco_node.trust.screened_directory import ScreenedDirectory
 
 LOOKS_A_LIFE = 3
 """Looks within the life of a record, so that no last word is missed."""

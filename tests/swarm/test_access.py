@@ -26,7 +26,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from noloco_node.trust.admission import ACCESS, Access, Introduction, own_access
-from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.screened_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.worlds import micro_spec, no_tensors, record_of
 

@@ -39,7 +39,7 @@ from noloco_node.transport.messages import (
     encode_frame,
 )
 from noloco_node.transport.same_machine import SameMachine
-from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.screened_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually
 from tests.swarm.test_spec_fetch import OTHER, SPEC, Swarm, claim, swarm

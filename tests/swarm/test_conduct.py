@@ -22,7 +22,7 @@ from noloco_node.transport.errors import (
     Refused,
 )
 from noloco_node.transport.interface import OFFENSIVE, RequestDesk, TransportLimits
-from noloco_node.trust.filtered_directory import ScreenedDirectory
+from noloco_node.trust.screened_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import Clock
 from tests.worlds import record_of

@@ -23,8 +23,8 @@ from noloco_node.node.seed import LOOKS_A_LIFE, LastWords, last_words
 from noloco_node.storage.run_folder import MARK, RunFolder
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.admission import Access
-from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import OwnLife
+from noloco_node.trust.screened_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually
 from tests.worlds import record_of

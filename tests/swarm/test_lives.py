@@ -22,8 +22,8 @@ from noloco_node.telemetry.events import Warned
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import MemoryTransport
-from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth, most_named
+from noloco_node.trust.screened_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.swarm.test_spec_fetch import OTHER, SPEC, Swarm, claim, swarm
 from tests.worlds import record_of

@@ -24,8 +24,8 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventFile, Warned
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.trust.admission import Access
-from noloco_node.trust.filtered_directory import ScreenedDirectory
 from noloco_node.trust.own_invitation import DAY, HOUR, OwnInvitation, marks_passed
+from noloco_node.trust.screened_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.telemetry import made_events
 from tests.worlds import micro_spec, record_of

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Screen(Protocol):
-    """Says with which peers this node deals. Implementations: `Bans`, `Access`."""
+    """Says with which peers this node deals. Implementations: `Bans`, `Access`, `OwnLife`."""
 
     @property
     def changes(self) -> int:
