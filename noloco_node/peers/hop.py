@@ -34,7 +34,7 @@ much again."""
 LONGEST_MEMORY_SECONDS = 600.0
 """A peer rests at most so many seconds, and its slow line or a request that it held up is remembered as long."""
 SET_ASIDE_AT = 3.0
-"""Doubt with which a peer gets no microbatch."""
+"""Doubt with which a peer is set aside."""
 FORGIVEN = 1 / 8
 """Doubt that an audit of a peer's ordinary answer takes off if it is not decided against it: who lies in more than
 every ninth of them is set aside in the end, however it spreads its lies. Also the share of a trial that a copy takes
@@ -63,7 +63,7 @@ class Reputation:
     """As it stood at `since`; see `doubt_at`."""
     since: float = 0.0
     aside: Rest = NO_REST
-    """The last time that it got nothing, and how many there were in a row."""
+    """The last time that it was set aside, and how many there were in a row."""
     trial_until: float = 0.0
 
     def doubt_at(self, now: float) -> float:
@@ -119,7 +119,7 @@ class Hop:
     """Microbatches that it held besides the answered one, as it said at `load_at`."""
     load_at: float = -math.inf
     rest: Rest = NO_REST
-    """Its streams that broke in a row, and until when it is passed over for them or for its slowness."""
+    """Its streams that broke in a row, and until when it rests for them or for its slowness."""
     hangs: Rest = NO_REST
     """How often it held requests up for nothing, and until when that is remembered."""
     seconds: float | None = None

@@ -41,8 +41,8 @@ from noloco_node.transport.errors import Refusal, Refused
 
 logger = logging.getLogger(__name__)
 
-SUSPENSIONS = Doubling(5.0, 60.0)
-"""A peer whose stream broke or timed out is passed over for so many seconds, by the number of failures before."""
+RESTS = Doubling(5.0, 60.0)
+"""A peer whose stream broke or timed out rests for so many seconds, by the number of failures before."""
 
 LOAD_LIFE_SECONDS = 3.0
 """A reported load counts for so many seconds. If it never aged, a peer that was busy once would never be asked again
@@ -78,7 +78,7 @@ class Candidate(NamedTuple):
     """Own requests under way to it."""
     load: int
     """Microbatches that it held besides the answered one at its last answer; 0 where that is too long ago."""
-    suspended_until: float = 0.0
+    rests_until: float = 0.0
     trust: Trust = Trust.ORDINARY
     weight: float = 1.0
     """How often it is asked, where 1 is a peer as quick as its stage peers (`LatencyTracker`). For `balanced` only."""
@@ -97,27 +97,27 @@ def choose_peer(
 
     `uniform` draws one, as the paper does. `balanced` draws two and takes the less loaded. A peer of less weight is
     drawn as often as its weight says. `fixed`, for the ablation of routing, always takes the candidate at `own_rank`,
-    modulo their number, even while it is suspended. That rank is this peer's place among its stage peers.
+    modulo their number, even while it rests. That rank is this peer's place among its stage peers.
 
-    Suspended peers are passed over, unless all are. Then the one that returns first is tried, so that a stage with a
-    single slow peer is never cut off. Peers on trial may be chosen if all ordinary ones are suspended. Peers that are
+    Peers that rest are not asked, unless all do. Then the one that returns first is tried, so that a stage with a
+    single slow peer is never cut off. Peers on trial may be chosen if all ordinary ones rest. Peers that are
     set aside may be chosen if there are no others. An ordinary peer that is excluded, because it is busy for example,
     opens no way to either.
     """
     pool = [c for c in candidates if c.trust is Trust.ORDINARY]
-    if all(c.suspended_until > now for c in pool):
+    if all(c.rests_until > now for c in pool):
         pool = [c for c in candidates if c.trust is not Trust.SET_ASIDE] or list(candidates)
     eligible = [c for c in pool if c.peer not in excluded] if excluded else pool
     if strategy == "fixed" and eligible:
         ordered = sorted(eligible, key=lambda c: c.peer)
         return ordered[own_rank % len(ordered)].peer
-    available = [c for c in eligible if c.suspended_until <= now]
+    available = [c for c in eligible if c.rests_until <= now]
     if not available:
-        return min(eligible, key=lambda c: c.suspended_until).peer if eligible else None
+        return min(eligible, key=lambda c: c.rests_until).peer if eligible else None
     if strategy == "uniform":
         return rng.choice(available).peer
     refusing = [c for c in pool if c.peer in excluded] if excluded else ()
-    others_are_full = any(c.weight == 1.0 and c.suspended_until <= now for c in refusing)
+    others_are_full = any(c.weight == 1.0 and c.rests_until <= now for c in refusing)
     return _balanced(available, rng, others_are_full)
 
 
@@ -144,7 +144,7 @@ def _burden(candidate: Candidate) -> tuple[int, int]:
 
 
 class LoadBalancer:
-    """What this node knows of its next-stage peers: the live ones, requests under way, load, suspensions, audits."""
+    """What this node knows of its next-stage peers: the live ones, requests under way, load, rests, audits."""
 
     def __init__(
         self, strategy: RoutingName, rng: random.Random, clock: Callable[[], float], book: PeerBook | None = None
@@ -187,7 +187,7 @@ class LoadBalancer:
         if few and self._strategy != "fixed":
             drawn = self._described(self._drawn(excluded), now)
             for c in drawn:
-                if c.trust is Trust.ORDINARY and c.suspended_until <= now and c.peer not in excluded:
+                if c.trust is Trust.ORDINARY and c.rests_until <= now and c.peer not in excluded:
                     return self._chosen(drawn, now, excluded)
         return self._chosen(self._described(self._peers, now), now, excluded)
 
@@ -272,9 +272,9 @@ class LoadBalancer:
         return hop
 
     def failed(self, peer: PeerId) -> None:
-        """A stream to `peer` broke or timed out: pass it over for a while."""
+        """A stream to `peer` broke or timed out: it rests for a while."""
         hop, now = self.cards.hop(peer), self._clock()
-        hop.rest = hop.rest.again(SUSPENSIONS, now, at_least=hop.rest.until - now)
+        hop.rest = hop.rest.again(RESTS, now, at_least=hop.rest.until - now)
 
     def asks_for(self, peer: PeerId) -> int:
         """The number of asks that a sender counts before it asks `peer`.
@@ -314,7 +314,7 @@ class LoadBalancer:
 
     @property
     def set_aside_now(self) -> int:
-        """Live peers that get no microbatch, because audits went against them again and again."""
+        """Live peers that are set aside: audits went against them again and again."""
         return sum(self.trust(peer) is Trust.SET_ASIDE for peer in self.doubted)
 
     def repute(self, peer: PeerId) -> Reputation:
@@ -349,7 +349,7 @@ class LoadBalancer:
         return before, after
 
     def _say_set_aside(self, peer: PeerId, repute: Reputation, why: str) -> None:
-        logger.warning("%s gets no microbatch for %.0f s: %s", peer, repute.aside.until - self._clock(), why)
+        logger.warning("%s is set aside for %.0f s: %s", peer, repute.aside.until - self._clock(), why)
 
 
 def patience(record_seconds: float, budget_seconds: float, stages_behind: int) -> float:

@@ -98,7 +98,7 @@ QUICK_LIES = ("sign turned",)
 async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(
     lie: str, subspace: dict[str, object] | None
 ) -> None:
-    """After its third contradiction it gets no microbatch while the others live; samples and accounts do not notice."""
+    """After its third contradiction it is set aside while the others live; samples and accounts do not notice."""
     async with world(near_spec(steps=30, subspace=subspace), replicas=3) as made:
         lying(made.of_stage(1)[0], LIES[lie])
         await run_to_the_end(made)

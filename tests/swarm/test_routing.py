@@ -12,16 +12,16 @@ from noloco_node.config.run_spec import RoutingName
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.hop import RequestOutcome, Trust
 from noloco_node.peers.scorecard import PeerBook, Scorecard
-from noloco_node.pipeline.routing import SUSPENSIONS, Candidate, LoadBalancer, choose_peer
+from noloco_node.pipeline.routing import RESTS, Candidate, LoadBalancer, choose_peer
 
 PEERS = [PeerId(name) for name in ("a", "b", "c", "d")]
 
 
-def candidates(loads: list[int], suspended: list[float] | None = None) -> list[Candidate]:
+def candidates(loads: list[int], rest: list[float] | None = None) -> list[Candidate]:
     """One candidate a load."""
     return [
         Candidate(peer, 0, load, until)
-        for peer, load, until in zip(PEERS, loads, suspended or [0.0] * len(loads), strict=False)
+        for peer, load, until in zip(PEERS, loads, rest or [0.0] * len(loads), strict=False)
     ]
 
 
@@ -71,7 +71,7 @@ def test_whom_audits_go_against_gets_nothing_while_others_work(strategy: Routing
     assert choose_peer(strategy, [doubted], own_rank=0, now=1.0, rng=rng) == "a"
 
 
-def test_a_peer_on_trial_helps_out_where_all_others_are_suspended_but_not_one_that_is_set_aside() -> None:
+def test_a_peer_on_trial_helps_out_where_all_others_rest_but_not_one_that_is_set_aside() -> None:
     """Samples must not be dropped while a peer lives that may be honest."""
     rng = random.Random(0)
     trial, aside, other = candidates([0, 0, 0], [0.0, 0.0, 9.0])
@@ -98,8 +98,8 @@ def test_what_audits_said_of_a_peer_outlives_its_absence() -> None:
     assert {balancer.choose() for _ in range(50)} == set(PEERS[:3])
 
 
-def test_suspended_peers_are_passed_over_unless_all_are() -> None:
-    """A suspended peer gets nothing; if all are suspended the one that returns first is tried."""
+def test_peers_that_rest_are_not_asked_unless_all_do() -> None:
+    """If all rest the one that returns first is tried."""
     rng = random.Random(0)
     one_free = candidates([0, 0, 0], [9.0, 9.0, 0.5])
     assert {choose_peer("uniform", one_free, own_rank=0, now=1.0, rng=rng) for _ in range(50)} == {"c"}
@@ -114,14 +114,14 @@ def test_nobody_may_be_asked() -> None:
     assert choose_peer("balanced", candidates([0, 0]), own_rank=0, now=1.0, rng=rng, excluded=PEERS) is None
 
 
-def test_the_book_forgets_those_who_left_and_suspends_those_who_failed() -> None:
-    """Suspension ends by time, by a good answer, and with the peer."""
+def test_the_book_forgets_those_who_left_and_lets_those_rest_who_failed() -> None:
+    """A rest ends by time, by a good answer, and with the peer."""
     now = [10.0]
     balancer = LoadBalancer("uniform", random.Random(0), lambda: now[0])
     balancer.update(PEERS[:2], 0)
     balancer.failed(PEERS[0])
     assert {balancer.choose() for _ in range(50)} == {"b"}
-    now[0] += SUSPENSIONS.first + 0.1
+    now[0] += RESTS.first + 0.1
     assert {balancer.choose() for _ in range(50)} == {"a", "b"}
     balancer.failed(PEERS[1])
     balancer.reported(PEERS[1], 0)
@@ -164,7 +164,7 @@ def test_balanced_routing_keeps_using_every_peer() -> None:
         assert min(asked[origin, server] for server in servers) > 0.5 * total / 3
 
 
-def test_a_peer_that_keeps_failing_is_passed_over_longer_each_time() -> None:
+def test_a_peer_that_keeps_failing_rests_longer_each_time() -> None:
     """5 s, 10 s, 20 s and so on up to a minute; one good answer forgives all of it."""
     now = [0.0]
     balancer = LoadBalancer("uniform", random.Random(0), lambda: now[0])
@@ -235,7 +235,7 @@ def test_balanced_takes_the_less_loaded_of_two_among_many() -> None:
 
 @pytest.mark.parametrize("strategy", ["uniform", "balanced"])
 def test_of_many_peers_only_those_are_asked_that_may_be(strategy: RoutingName) -> None:
-    """A suspended, tried, or excluded peer gets nothing while three of a hundred others are free; then None."""
+    """A peer that rests, is on trial or excluded gets nothing while three of a hundred others are free; then None."""
     balancer, peers = balancer_of(strategy, 100)
     free = set(peers[20:23])
     for peer in peers[:20]:
