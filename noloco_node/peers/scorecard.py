@@ -146,14 +146,15 @@ class Scorecard:
     partner: Partner | None = None
 
     def left_alone(self, now: float) -> str:
-        """Why this node leaves the peer alone now, or asks it last, and for how long; empty if neither. That it is slow
-        or full is not told here."""
-        reasons = [(self.conduct.ban.until, f"it is banned ({self.conduct.reason})")]
+        """Why this node leaves the peer alone now, or asks it last, and for how long; empty if neither. Neither a ban
+        is told here, nor that it is slow or full."""
+        reasons = list[tuple[float, str]]()
         if self.hop is not None:
-            reasons.append((self.hop.repute.aside.until, "its gradients contradict those of others"))
+            reasons.append((self.hop.repute.aside.until, "it is set aside: its gradients contradict those of others"))
             if self.hop.repute.trust(now) is Trust.ON_TRIAL:
                 reasons.append((self.hop.repute.trial_until, "it is on trial: a gradient of it contradicted others"))
-            reasons.append((self.hop.rest.until, "a request to it failed, or it was slow"))
+            why = "a request to it failed" if self.hop.rest.times else "it held a request up for nothing"
+            reasons.append((self.hop.rest.until, f"it rests: {why}"))
         if self.partner is not None:
             reasons.append((self.partner.lost.until, "exchanges with it came to nothing"))
         return "; ".join(f"{why}, {until - now:.0f} s more" for until, why in reasons if until > now)

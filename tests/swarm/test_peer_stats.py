@@ -16,7 +16,6 @@ from noloco_node.peers.scorecard import (
     FAILURE_ASKS,
     REST_AN_ASK,
     SILENCES_TOLERATED,
-    TOLERATED,
     WORK_SECONDS,
     Bans,
     Offence,
@@ -144,17 +143,14 @@ def test_exchanges_that_broke_three_times_in_a_row_part_two_peers_for_a_while_on
 def test_a_scorecard_says_why_its_peer_is_left_alone_and_for_how_long() -> None:
     """Whatever part of the node has found it out, and nothing once that is over."""
     book, hour = PeerBook(), 3600.0
-    for _ in range(int(TOLERATED) + 1):
-        Bans(lambda: 0.0, book).offended(PEER, Offence.FORGED)
     hops = LoadBalancer("balanced", random.Random(1), lambda: 0.0, book)
     hops.failed(PEER)
     hops.leant(PEER)
     for _ in range(2):
         Partners(book).lost(PEER, 10.0, now=0.0)
     assert book.of(PEER).left_alone(0.0).split("; ") == [
-        "it is banned (forged), 60 s more",
-        "its gradients contradict those of others, 60 s more",
-        "a request to it failed, or it was slow, 5 s more",
+        "it is set aside: its gradients contradict those of others, 60 s more",
+        "it rests: a request to it failed, 5 s more",
         "exchanges with it came to nothing, 30 s more",
     ]
     hops.audited(PEER, against=True, by_copy=False)
@@ -162,6 +158,8 @@ def test_a_scorecard_says_why_its_peer_is_left_alone_and_for_how_long() -> None:
     other = PeerId("contradicted once")
     hops.audited(other, against=True, by_copy=False)
     assert book.of(other).left_alone(0.0) == "it is on trial: a gradient of it contradicted others, 60 s more"
+    hops.cards.hop(other).rest = tallies.Rest(0, 7.0)
+    assert book.of(other).left_alone(0.0).endswith("; it rests: it held a request up for nothing, 7 s more")
     assert not hops.is_full(other)
     hops.full(other)
     assert hops.is_full(other)
