@@ -186,9 +186,9 @@ class NodeSettings(Settings):
     drain_seconds: PositiveFloat = 5.0
     """After SIGINT or SIGTERM: time to finish what is under way."""
     leave_seconds: PositiveFloat = 600.0
-    """Longest time from SIGINT, SIGTERM or the run's end to the end of the process. The last checkpoint and weights are
-    written meanwhile. Then the node names what it still waits for, and ends all the same. Ten minutes write 60 GB at
-    100 MB/s."""
+    """Longest time from a signal, or from the end of the last outer step and its hand-over, to the end of the process.
+    The last checkpoint and weights are written meanwhile. Then the node names what it still waits for, and ends all the
+    same. Ten minutes write 60 GB at 100 MB/s."""
     checkpoint_outer_steps: Positive = 5
     """Outer steps between two checkpoints of this node's state, in `run_folder/checkpoints`."""
     checkpoint_seconds: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 60.0

@@ -239,7 +239,7 @@ class LimitsSpec(Settings):
     record_seconds: PositiveFloat = 20.0
     """Life of a directory record; it is renewed three times within it."""
     grace_seconds: PositiveFloat = 20.0
-    """At the end of the run: how long a node waits for stage peers and orphans before it leaves."""
+    """One wait at the end of the run. A node without work leaves after 15 of these, or 180 while a stage is missing."""
     exchange_progress_seconds: PositiveFloat = 20.0
     """A weight exchange that moves no chunk for this long is aborted on both sides."""
     standby_seconds: PositiveFloat = 120.0

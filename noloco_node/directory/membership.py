@@ -166,7 +166,7 @@ class Membership:
         return [peer for peer in self.stage_peers(*states) if not self._known.failed(peer)]
 
     def _reached(self, stage: int, *states: PeerState) -> list[PeerId]:
-        """Peers at a stage that are there, or if there are none, those that once were. A paused one is none."""
+        """Peers at a stage that are there, or if there are none, those that once were. Paused peers never count."""
         there = [PeerId(record.peer_id) for record in self.there(stage, *states) if not record.shown.paused]
         live = [PeerId(record.peer_id) for record in self.live(stage, *states) if not record.shown.paused]
         return there or [peer for peer in live if peer != self._own and self._known.met(peer)]
@@ -189,7 +189,7 @@ class Membership:
         return {PeerId(r.peer_id) for r in self.live(self.stage) if r.newcomer}
 
     def next_stage_peers(self) -> list[PeerId]:
-        """Peers that microbatches may be sent to; none on the last stage."""
+        """Peers of the next stage that train or finish, are not paused and answer; if none answers, those once met."""
         return self._reached(self.stage + 1, *SERVING) if self.stage + 1 < self.stages else []
 
     def own_rank(self) -> int:

@@ -96,7 +96,7 @@ class Codec:
         return BLOCK * GROUP if self.decoupled else BLOCK
 
     def wire_elements(self, count: int) -> int:
-        """Elements of the wire's tensor for `count` values. Modulo codes are of whole blocks."""
+        """Elements of the wire's tensor for `count` values: as many, or for modulo codes those of whole blocks."""
         blocks = math.ceil(count / BLOCK)
         if self.decoupled:
             return decoupled_bytes(blocks, self.bits, self.motion_bytes)

@@ -68,7 +68,7 @@ class MicrobatchHeader(WireModel):
     """Goes with the activations and tokens of a microbatch, from one stage to the next."""
 
     id: RandomId
-    """Random; the same on every hop and every attempt."""
+    """Random; the same on every hop and attempt of one sending. A requeued sample and an audit draw a new one."""
     attempt: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Asks for this hop that came to nothing before; see `MicrobatchLimiter.take`."""
     budget_ms: Annotated[int, Field(ge=1, le=86_400_000)]

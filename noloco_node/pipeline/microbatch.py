@@ -267,7 +267,7 @@ class _Sending:
     asks: int = 0
     """Asks that came to nothing; see `MicrobatchLimiter.take`."""
     failures: int = 0
-    """Those of them that speak against the microbatch or its peer."""
+    """Those of them that count for `hop_attempts`: all but `COME_BACK`."""
     excluded: set[PeerId] = field(default_factory=set[PeerId])
     """Peers that said no in this round."""
     suspect: bool = False

@@ -1,5 +1,7 @@
 """The choice of the peer for the next microbatch: a pure function, and the balancer that remembers what it needs.
 
+`Membership.next_stage_peers` says who is a candidate, and `peers/hop.py` has weights, rests and trust.
+
 A stage may be filled by peers that answer, and train nothing. Those that send to it see by what came of their own
 microbatches that nothing gets through (`CircuitBreaker`). Nobody else need believe them: one of them can go there
 itself.
@@ -100,9 +102,9 @@ def choose_peer(
     modulo their number, even while it rests. That rank is this peer's place among its stage peers.
 
     Peers that rest are not asked, unless all do. Then the one that returns first is tried, so that a stage with a
-    single slow peer is never cut off. Peers on trial may be chosen if all ordinary ones rest. Peers that are
-    set aside may be chosen if there are no others. An ordinary peer that is excluded, because it is busy for example,
-    opens no way to either.
+    single slow peer is never cut off. Peers on trial may be chosen if all ordinary ones rest. Peers that are set
+    aside may be chosen if there are no others. An ordinary peer that is excluded, because it is busy for example, opens
+    no way to either.
     """
     pool = [c for c in candidates if c.trust is Trust.ORDINARY]
     if all(c.rests_until > now for c in pool):
@@ -375,7 +377,7 @@ class CircuitBreaker:
         self._tries, self._since = 0, math.inf
 
     def failed(self) -> None:
-        """An attempt came to nothing, whatever the reason that was given."""
+        """An attempt came to nothing, for whatever reason but `out_of_reach`."""
         now = self._clock()
         self._tries += 1
         self._since, self._last = min(self._since, now), now

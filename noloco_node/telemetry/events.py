@@ -206,7 +206,7 @@ class Strangers(BaseModel):
     audits: dict[str, int] = {}
     """Audits of next-stage peers, by finding (`pipeline.audit.Finding`)."""
     set_aside_now: int = 0
-    """Next-stage peers that get no microbatch, because audits went against them."""
+    """Next-stage peers that are set aside, because audits went against them."""
     bounded: dict[str, int] = {}
     """What went beyond a bound on norms: `activations` refused for their scale, gradients `returned` by the next stage
     and `caused` by others' microbatches scaled down."""
@@ -239,16 +239,22 @@ class Account(Event):
     tokens: int
     """Tokens trained by this replica."""
     drawn: int
+    """Samples that stage 0 took from the text."""
     trained: int
+    """Samples of stage 0 that were trained to the end."""
     dropped: int
+    """Samples given up after `run.pipeline.requeues`."""
     held_at_end: int
-    """Drawn and neither trained nor dropped: under way, or requeued and waiting."""
+    """Samples drawn and neither trained nor dropped at this moment: under way, or requeued and waiting."""
     requeued: int
+    """How often a sample was put back, to be trained later."""
     retried: int
+    """Asks of the next stage that came to nothing, after which another was made."""
     repeated: int
-    """Sent again to another replica although the first may have trained it."""
+    """Sent again to another replica although the first may have trained it. Also an id that was trained here before,
+    under another sender or with another content."""
     served: int
-    """Microbatches of other peers answered by this node."""
+    """Microbatches of other peers trained here, counted before the answer goes out. Repeats and evaluations are not."""
     refused: dict[str, int]
     """Refusals given, by reason."""
     bytes_sent: dict[str, int]
