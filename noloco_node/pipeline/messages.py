@@ -47,16 +47,9 @@ Mode = Literal["train", "evaluate"]
 
 COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
 """These refusals are no failure of the microbatch; `outcome_of` says what they cost the peer."""
-OF_ANY_MICROBATCH = (
-    *COME_BACK,
-    Refusal.OUT_OF_REACH,
-    Refusal.BANNED,
-    Refusal.NOT_ADMITTED,
-    Refusal.UNKNOWN_METHOD,
-    Refusal.WRONG_RUN,
-    Refusal.WRONG_STAGE,
-    Refusal.WRONG_PROTOCOL,
-)
+NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
+_ELSEWHERE = (Refusal.WRONG_RUN, Refusal.WRONG_STAGE, Refusal.WRONG_PROTOCOL, Refusal.UNKNOWN_METHOD)
+OF_ANY_MICROBATCH = (*COME_BACK, *NOT_FOR_US, *_ELSEWHERE, Refusal.OUT_OF_REACH)
 """These refusals would meet any other microbatch as well: they say nothing against this one."""
 PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
 """A peer that gives one of these refusals says that others further on gave up."""
@@ -157,27 +150,14 @@ class Trained:
 
 
 class HopFailed(Exception):
-    """A hop gave a microbatch up; `reason` says why, and its sender may try elsewhere. `suspect` is False where nothing
-    says that the microbatch itself may be at fault."""
+    """A hop gave a microbatch up; `reason` says why, and its sender may try elsewhere."""
 
-    def __init__(self, reason: Refusal, detail: str, *, suspect: bool) -> None:
+    def __init__(self, reason: Refusal, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
-        self.suspect = suspect
-
-
-def given_up(reason: Refusal, why: str, suspect: bool) -> HopFailed:
-    """What to raise when all tries are used up. Where the microbatch is not suspect the origin must know: it is held
-    back then, however often."""
-    return HopFailed(reason if suspect else Refusal.OUT_OF_REACH, why, suspect=suspect)
-
-
-def passed_upward(refusal: Refused, suspect: bool) -> HopFailed:
-    """What to raise where a peer says that others further on gave up."""
-    if refusal.reason is Refusal.OUT_OF_REACH:
-        return HopFailed(Refusal.OUT_OF_REACH, refusal.detail, suspect=suspect)
-    return HopFailed(Refusal.DOWNSTREAM_EXHAUSTED, refusal.detail, suspect=True)
+        self.suspect = reason not in OF_ANY_MICROBATCH
+        """Whether the microbatch itself may be at fault."""
 
 
 @dataclass(slots=True, eq=False)

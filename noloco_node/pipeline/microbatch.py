@@ -35,6 +35,7 @@ from noloco_node.pipeline.messages import (
     COME_BACK,
     MICROBATCH,
     NO_MEMORY,
+    NOT_FOR_US,
     OF_ANY_MICROBATCH,
     PASSED_UPWARD,
     HopFailed,
@@ -46,8 +47,6 @@ from noloco_node.pipeline.messages import (
     Sample,
     Trained,
     decoded,
-    given_up,
-    passed_upward,
     read_answer,
     tokens_to_send,
 )
@@ -72,14 +71,12 @@ BUDGET_SHARE_PASSED_ON = 0.9
 MIN_BUDGET_MS = 50
 BUSY_BACKOFF_SECONDS = (0.02, 0.2)
 
-_NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
-
 
 def _own_failure(error: MicrobatchNotFinite | NoMemory) -> HopFailed:
     """What this node itself cannot carry through fails like what comes back from a hop."""
     if isinstance(error, NoMemory):
-        return HopFailed(Refusal.BUSY, NO_MEMORY, suspect=False)
-    return HopFailed(Refusal.NOT_FINITE, str(error), suspect=True)
+        return HopFailed(Refusal.BUSY, NO_MEMORY)
+    return HopFailed(Refusal.NOT_FINITE, str(error))
 
 
 class MicrobatchSource:
@@ -275,6 +272,11 @@ class _Sending:
     busy_since: float = math.inf
     """When it was first refused since a peer was full."""
 
+    def given_up(self, reason: Refusal, why: str) -> HopFailed:
+        """What to raise when all tries are used up. One that is not suspect is held back at its origin, however
+        often."""
+        return HopFailed(reason if self.suspect else Refusal.OUT_OF_REACH, why)
+
 
 class Downstream:
     """Sends microbatches to the next stage and brings their gradients back, trying several peers."""
@@ -329,7 +331,7 @@ class Downstream:
             else:
                 return self._accept_answer(sending, answer, seconds, began)
         why = f"no peer of stage {self._stage + 1} answered within {budget:.1f} s"
-        raise given_up(Refusal.BUDGET_SPENT, why, sending.suspect)
+        raise sending.given_up(Refusal.BUDGET_SPENT, why)
 
     async def _begin_another_round(self, sending: _Sending, left: float) -> None:
         """Nobody may be asked now. Once all have refused, one round follows at once, in which the microbatch may wait
@@ -424,7 +426,8 @@ class Downstream:
         if refusal is not Refusal.OUT_OF_REACH:
             self.circuit_breaker.failed()
         if self._stage > 0 and isinstance(error, Refused) and refusal in PASSED_UPWARD:
-            raise passed_upward(error, sending.suspect) from None
+            reached_nobody = refusal is Refusal.OUT_OF_REACH
+            raise HopFailed(refusal if reached_nobody else Refusal.DOWNSTREAM_EXHAUSTED, error.detail) from None
         logger.debug("microbatch %s came to nothing at %s: %r", sending.outgoing.id[:8], peer, error)
         sending.suspect = sending.suspect or suspect
         sending.failures += refusal not in COME_BACK
@@ -434,7 +437,7 @@ class Downstream:
             self._ledger.repeated += 1  # it may have been trained there all the same
         if sending.failures >= self._spec.pipeline.hop_attempts:
             why = f"{sending.failures} failures at stage {self._stage + 1}"
-            raise given_up(Refusal.DOWNSTREAM_EXHAUSTED, why, sending.suspect) from None
+            raise sending.given_up(Refusal.DOWNSTREAM_EXHAUSTED, why) from None
         sending.asks += 1
         sending.excluded.add(peer)
         if sending.trains:
@@ -475,7 +478,7 @@ class Downstream:
             raise
 
     def _note_peer(self, peer: PeerId, error: Refused | TransportError) -> None:
-        if not isinstance(error, Refused) or error.reason in _NOT_FOR_US:
+        if not isinstance(error, Refused) or error.reason in NOT_FOR_US:
             self._balancer.failed(peer)
             self._transport.peer_stats.idle(peer)
         elif error.reason is Refusal.BUSY:
