@@ -19,13 +19,7 @@ from noloco_node import __version__
 from noloco_node.cli import main as cli
 from noloco_node.cli import small
 from noloco_node.cli.help_texts import HELP
-from noloco_node.cli.small import (
-    DEFAULT_METRICS_PORT,
-    FOLDER_VARIABLE,
-    HOST_VARIABLE,
-    PORT_VARIABLE,
-    health_address,
-)
+from noloco_node.cli.small import DEFAULT_METRICS_PORT, FOLDER_VARIABLE, HOST_VARIABLE, PORT_VARIABLE, health_address
 from noloco_node.config.environment import variable_of
 from noloco_node.config.files import find_config, shipped_configs
 from noloco_node.config.load import load_config

@@ -13,11 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noloco_node.cli.node_options import (
-    doctor_settings,
-    node_overrides,
-    seed_settings,
-)
+from noloco_node.cli.node_options import doctor_settings, node_overrides, seed_settings
 from noloco_node.cli.printing import (
     print_ended,
     print_finished,

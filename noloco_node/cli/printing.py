@@ -271,12 +271,7 @@ def print_ended(run_folder: Path, say: Say = print_now) -> None:
 
 
 def print_seed(
-    run: RunSpec | None,
-    addresses: list[str],
-    begins: SeedBegins,
-    *,
-    model: Path | None = None,
-    say: Say = print_now,
+    run: RunSpec | None, addresses: list[str], begins: SeedBegins, *, model: Path | None = None, say: Say = print_now
 ) -> None:
     """The addresses of a seed that is up, and how it begins; `model`: where it keeps the run's model."""
     up = "seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up"

@@ -230,12 +230,7 @@ class LoadBalancer:
 
     def _chosen(self, candidates: Sequence[Candidate], now: float, excluded: Collection[PeerId]) -> PeerId | None:
         return choose_peer(
-            self._strategy,
-            candidates,
-            own_rank=self.own_rank,
-            now=now,
-            rng=self._rng,
-            excluded=excluded,
+            self._strategy, candidates, own_rank=self.own_rank, now=now, rng=self._rng, excluded=excluded
         )
 
     def sent(self, peer: PeerId) -> float:

@@ -327,12 +327,7 @@ class PipelineServer:
         return await self._send_on(header, outputs, tokens, deadline)
 
     async def _send_on(
-        self,
-        header: MicrobatchHeader,
-        outputs: Tensor,
-        tokens: Tensor,
-        deadline: float,
-        chosen: tuple[int, ...] = (),
+        self, header: MicrobatchHeader, outputs: Tensor, tokens: Tensor, deadline: float, chosen: tuple[int, ...] = ()
     ) -> Trained:
         assert self._downstream is not None
         try:

@@ -365,14 +365,7 @@ class Doing(Event):
 
     event: Literal["doing"] = "doing"
     what: Literal[
-        "joining",
-        "downloading",
-        "training",
-        "waiting_for_work",
-        "waiting_for_peers",
-        "finishing",
-        "draining",
-        "paused",
+        "joining", "downloading", "training", "waiting_for_work", "waiting_for_peers", "finishing", "draining", "paused"
     ]
     detail: str
     """One line for a person."""

@@ -84,11 +84,7 @@ class WebServer:
     """
 
     def __init__(
-        self,
-        pages: Mapping[str, PageMaker],
-        *,
-        request_seconds: float = 5.0,
-        asking_seconds: float = 0.25,
+        self, pages: Mapping[str, PageMaker], *, request_seconds: float = 5.0, asking_seconds: float = 0.25
     ) -> None:
         self._pages = dict(pages)
         self._seconds = request_seconds

@@ -20,12 +20,7 @@ from noloco_node.sizing.advice import (
     outlook_on,
     under_way,
 )
-from noloco_node.sizing.devices import (
-    REACHED,
-    bytes_a_second,
-    device_by_name,
-    seconds,
-)
+from noloco_node.sizing.devices import REACHED, bytes_a_second, device_by_name, seconds
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import planned_memory
 from noloco_node.sizing.preflight import plan, plan_lines, plan_run

@@ -129,12 +129,7 @@ def test_who_is_not_let_in_is_told_why_in_one_sentence(owner: Identity, tmp_path
     ended = invite(owner, spec.run_id, 1_000_000, GUEST).text()
     cases: list[tuple[RunSpec, str | None, ExitCode, str]] = [
         (spec, None, ExitCode.NOT_ADMITTED, "admits only peers that its owner"),
-        (
-            spec,
-            ended,
-            ExitCode.NOT_ADMITTED,
-            "ended on 1970-01-12 13:46 UTC",
-        ),
+        (spec, ended, ExitCode.NOT_ADMITTED, "ended on 1970-01-12 13:46 UTC"),
         (spec, invite(owner, spec.run_id, LATER, OTHER).text(), ExitCode.NOT_ADMITTED, f"is for {OTHER}"),
         (spec, invite(stranger, spec.run_id, LATER, GUEST).text(), ExitCode.NOT_ADMITTED, "not signed by the owner"),
         (spec, invite(owner, other.run_id, LATER, GUEST).text(), ExitCode.WRONG_RUN, other.run_id),

@@ -132,10 +132,7 @@ def test_live_peers_are_all_but_this_one_and_the_dead() -> None:
     """They are of all stages, each once."""
 
     def row(peer: str, stage: int, expires: float) -> LiveRecord:
-        return LiveRecord(
-            record_of(peer, stage),
-            expires,
-        )
+        return LiveRecord(record_of(peer, stage), expires)
 
     own, one, two, dead = (PeerId(f"{ID[:-1]}{n}") for n in range(4))
     view = DirectoryView(
@@ -211,11 +208,7 @@ def failed(**known: object) -> UserError:
     ("known", "words", "code"),
     [
         ({"load": 9.0, "peers": ["a"]}, "busy machine: 9.0 processes", ExitCode.P2P_DAEMON),
-        (
-            {"peers": ["/ip4/1.2.3.4"]},
-            "dead seed, which takes connections",
-            ExitCode.P2P_DAEMON,
-        ),
+        ({"peers": ["/ip4/1.2.3.4"]}, "dead seed, which takes connections", ExitCode.P2P_DAEMON),
         ({"peers": ["a"], "probe": True}, "identity probe is stuck", ExitCode.P2P_DAEMON),
         ({"output": "listen tcp4: bind: address already in use", "status": 1}, "port was taken", ExitCode.PORT_IN_USE),
         ({"status": -9}, "want of memory", ExitCode.P2P_DAEMON),

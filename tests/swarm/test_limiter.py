@@ -26,16 +26,7 @@ from noloco_node.transport.interface import Release
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
 from tests.support import eventually
-from tests.worlds import (
-    LENGTH,
-    VOCABULARY,
-    WINDOWS,
-    last_accounts,
-    micro_spec,
-    peer_name,
-    run_to_the_end,
-    world,
-)
+from tests.worlds import LENGTH, VOCABULARY, WINDOWS, last_accounts, micro_spec, peer_name, run_to_the_end, world
 
 SENDER, FLOOD = PeerId("sender"), PeerId("flooding-stranger")
 SECONDS = {Priority.STEP: 0.01, Priority.BACKWARD: 0.1, Priority.FORWARD: 1.0, Priority.DRAW: 0.05}

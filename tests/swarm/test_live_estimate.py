@@ -7,12 +7,7 @@ import random
 
 import pytest
 
-from noloco_node.directory.live_estimate import (
-    STILL_STEPS,
-    LiveReplicaEstimate,
-    count,
-    proven_share,
-)
+from noloco_node.directory.live_estimate import STILL_STEPS, LiveReplicaEstimate, count, proven_share
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import ASKS_ALLOWED, FAILURE_ASKS, PeerStats
 from tests.worlds import record_of

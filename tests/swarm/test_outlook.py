@@ -18,8 +18,7 @@ def view(*stages: list[tuple[PeerState, float, float, float]]) -> DirectoryView:
         tuple(
             {
                 PeerId(f"peer-{stage}-number-{i}"): LiveRecord(
-                    record_of(f"peer-{stage}-number-{i}", stage, state, clock=clock, tokens_per_second=speed),
-                    expires,
+                    record_of(f"peer-{stage}-number-{i}", stage, state, clock=clock, tokens_per_second=speed), expires
                 )
                 for i, (state, clock, speed, expires) in enumerate(rows)
             }
@@ -50,11 +49,7 @@ def test_one_false_clock_among_several_moves_nothing() -> None:
 
 @pytest.mark.parametrize(
     "stages",
-    [
-        [[], []],
-        [[(TRAINING, 5.0, 1.0, 9.0)], []],
-        [[(TRAINING, 5.0, 0.0, 9.0)], [(TRAINING, 5.0, 1.0, 9.0)]],
-    ],
+    [[[], []], [[(TRAINING, 5.0, 1.0, 9.0)], []], [[(TRAINING, 5.0, 0.0, 9.0)], [(TRAINING, 5.0, 1.0, 9.0)]]],
     ids=["nobody", "a stage is empty", "nobody knows its speed"],
 )
 def test_without_a_speed_or_with_an_empty_stage_there_is_no_time(

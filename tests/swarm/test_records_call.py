@@ -7,14 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from noloco_node.directory.records import SignedRecord
-from noloco_node.directory.records_call import (
-    FEW_TOLD,
-    MOST_TOLD,
-    RECORDS,
-    RecordsMessage,
-    serve_records,
-    tell,
-)
+from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, RECORDS, RecordsMessage, serve_records, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.calls import call
 from noloco_node.transport.errors import Refusal, Refused

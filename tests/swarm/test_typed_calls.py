@@ -145,14 +145,7 @@ async def test_an_honest_receipt_after_a_restart_is_no_offence(tmp_path: Path) -
     ledger = microbatch.Ledger()
     await open_receipts(tmp_path / "file", "r" * 32, 1, server, ledger, Progress)
     statement = Receipt(
-        run="r" * 32,
-        since=1.0,
-        until=2.0,
-        server=server.peer_id,
-        session="0" * 16,
-        serial=0,
-        microbatches=3,
-        tokens=60,
+        run="r" * 32, since=1.0, until=2.0, server=server.peer_id, session="0" * 16, serial=0, microbatches=3, tokens=60
     )
     text = statement_text(statement)
     header = {"statement": text, "seal": served.sign(text.encode()).hex()}
