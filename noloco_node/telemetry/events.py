@@ -241,15 +241,15 @@ class Account(Event):
     drawn: int
     """Samples that stage 0 took from the text."""
     trained: int
-    """Samples of stage 0 that were trained to the end."""
+    """Samples of stage 0."""
     dropped: int
     """Samples given up after `run.pipeline.requeues`."""
     held_at_end: int
     """Samples drawn and neither trained nor dropped at this moment: under way, or requeued and waiting."""
     requeued: int
-    """How often a sample was put back, to be trained later."""
+    """Times that a sample was put back."""
     retried: int
-    """Asks of the next stage that came to nothing, after which another was made."""
+    """Asks that came to nothing, and were followed by another."""
     repeated: int
     """Sent again to another replica although the first may have trained it. Also an id that was trained here before,
     under another sender or with another content."""
