@@ -35,12 +35,7 @@ def ghost(
     """Signer and signed bytes of a valid record with nobody behind it."""
     identity = identity or throw_away_key()
     record = PeerRecord(
-        peer_id=identity.peer_id,
-        stage=stage,
-        state=PeerState.TRAINING,
-        protocol=3,
-        version="0.1.0",
-        **fields,
+        peer_id=identity.peer_id, stage=stage, state=PeerState.TRAINING, protocol=3, version="0.1.0", **fields
     )
     if padding:
         padded: Any = Padded(record, padding)

@@ -15,13 +15,7 @@ from hivemind.utils import MSGPackSerializer
 
 from noloco_node.directory import dht_node as guarded_dht
 from noloco_node.directory import dht_walk
-from noloco_node.directory.dht_node import (
-    ANSWER_BYTES,
-    ANSWERS_BYTES,
-    ASKED_BYTES,
-    BUCKET_SIZE,
-    node_id_of,
-)
+from noloco_node.directory.dht_node import ANSWER_BYTES, ANSWERS_BYTES, ASKED_BYTES, BUCKET_SIZE, node_id_of
 from noloco_node.directory.dht_walk import MOST_BY_ONE, MOST_INTRODUCED
 from noloco_node.directory.records import PeerState
 from noloco_node.directory.store import MOST_HEARSAY, MOST_RECORDS

@@ -8,12 +8,7 @@ import pytest
 
 from noloco_node.telemetry.events import AnyEvent, NodeStopped
 from noloco_node.telemetry.history import NodeHistory
-from noloco_node.telemetry.summary import (
-    Summary,
-    divergence_curve,
-    token_counters,
-    training_curve,
-)
+from noloco_node.telemetry.summary import Summary, divergence_curve, token_counters, training_curve
 from tests.telemetry import made_events as made
 
 
