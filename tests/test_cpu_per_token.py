@@ -97,7 +97,7 @@ class Plain:
 
 def test_a_stage_does_hardly_more_for_a_microbatch_than_plain_training() -> None:
     """Counted in operations and in bytes, of a first and a last stage together. One more pass would be seen."""
-    spec, (inputs, labels) = micro_spec(), window_batch(range(4))
+    spec, (inputs, labels) = micro_spec(layers=4), window_batch(range(4))
     head, tail = (
         StageTrainer(build_stage(spec.model, stage), spec.inner, device="cpu", wire_dtype=torch.float32)
         for stage in (0, 1)
@@ -151,7 +151,7 @@ async def spent(made: Swarm) -> Spent:
 
 async def test_a_token_takes_little_more_cpu_time_in_the_swarm_than_in_one_process(tmp_path: Path) -> None:
     """Over real p2pd, in turns with plain training: the device's thread as much, everything else a part of it."""
-    small = micro_spec(microbatches_a_step=2)
+    small = micro_spec(layers=4, microbatches_a_step=2)
     config = {**small.model.config, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8}
     spec = small.model_copy(update={"model": small.model.model_copy(update={"config": config})})
     batches = [window_batch(range(4 * n, 4 * n + 4)) for n in range(MICROBATCHES)]

@@ -62,7 +62,7 @@ async def run_and_compare(
 @pytest.mark.parametrize(("stages", "backward"), [(1, "keep"), (2, "recompute"), (4, "keep")])
 async def test_losses_and_weights_equal_single_process_training(stages: int, backward: str) -> None:
     """Twenty inner steps in fp32, whatever the cut."""
-    spec = micro_spec(stages=stages, steps=STEPS, inner={"backward": backward})
+    spec = micro_spec(layers=4, stages=stages, steps=STEPS, inner={"backward": backward})
     async with world(spec) as made:
         await run_and_compare(made, spec)
 
@@ -71,7 +71,7 @@ async def test_losses_and_weights_equal_single_process_training(stages: int, bac
 async def test_muon_and_rates_by_kind_equal_single_process_training(stages: int) -> None:
     """Whatever the cut: a matrix lies in one stage as a whole."""
     rates = {"optimizer": "muon", "embedding_rate": 4.0, "head_rate": 2.0, "norm_rate": 3.0}
-    spec = micro_spec(stages=stages, steps=STEPS, inner=rates)
+    spec = micro_spec(layers=4, stages=stages, steps=STEPS, inner=rates)
     async with world(spec) as made:
         await run_and_compare(made, spec, tolerance=1e-4)
 
@@ -104,7 +104,7 @@ async def test_a_subspace_is_trained_as_an_ordinary_model_made_of_products(
 ) -> None:
     """Eight numbers a token cross each cut both ways, and nothing is lost by it, whatever the cut."""
     subspace = {"subspace_rank": 8, "subspace_last_stage_free": free, "embedding_std": 0.3}
-    spec = micro_spec(stages=stages, steps=20, inner={"backward": backward}, subspace=subspace)
+    spec = micro_spec(layers=4, stages=stages, steps=20, inner={"backward": backward}, subspace=subspace)
     async with world(spec) as made:
         await run_and_compare(made, spec, steps=20, learnt=0.1, tolerance=5e-6)
 
@@ -114,7 +114,7 @@ async def test_a_mixture_of_experts_is_trained_as_transformers_trains_it(
     family: str, stages: int, backward: str
 ) -> None:
     """The routers' loss over all layers at once, whatever the cut: also where a stage has no experts."""
-    spec = micro_spec(stages=stages, steps=8, inner={"backward": backward, "warmup_tokens": 0, "eps": 1e-5})
+    spec = micro_spec(layers=4, stages=stages, steps=8, inner={"backward": backward, "warmup_tokens": 0, "eps": 1e-5})
     config = spec.model.config | {"model_type": family} | MIXTURES[family]
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"config": config})})
     async with world(spec) as made:

@@ -55,6 +55,7 @@ async def two_replicas(codec: str, inner: dict[str, object]) -> AsyncIterator[Wo
     rule = {"inner_steps": 20, "min_inner_steps": 1, "alpha": 0.5, "beta": 0.5, "fragments": 2}
     spec = micro_spec(
         stages=1,
+        layers=4,
         inner={"eps": 1e-5, **inner},
         outer=OuterSpec.model_validate({**rule, "codec": codec}),
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=60, record_seconds=3, grace_seconds=1),

@@ -70,7 +70,7 @@ def no_tensors(_peer: PeerId, _header: JsonObject, specs: tuple[TensorSpec, ...]
 def micro_spec(
     *,
     stages: int = 2,
-    layers: int = 4,
+    layers: int | None = None,
     steps: int = 50,
     microbatches_a_step: int = 1,
     subspace: dict[str, object] | None = None,
@@ -79,8 +79,9 @@ def micro_spec(
     pipeline: PipelineSpec | None = None,
     limits: LimitsSpec | None = None,
 ) -> RunSpec:
-    """A run of a tiny Llama on random windows that lasts `steps` inner steps of the whole swarm; `subspace` is more of
-    its model."""
+    """A run of a tiny Llama on random windows that lasts `steps` inner steps of the whole swarm.
+
+    It has one layer a stage, and two at least, where `layers` says no other number. `subspace` is more of its model."""
     batch = MICROBATCH * microbatches_a_step
     return RunSpec(
         name="micro",
@@ -93,7 +94,7 @@ def micro_spec(
                     "vocab_size": VOCABULARY,
                     "hidden_size": 32,
                     "intermediate_size": 64,
-                    "num_hidden_layers": layers,
+                    "num_hidden_layers": layers or max(2, stages),
                     "num_attention_heads": 4,
                     "num_key_value_heads": 2,
                     "max_position_embeddings": 64,

@@ -115,7 +115,7 @@ def copied(
     kind: Callable[[int], type[StateDonor]] = lambda _: StateDonor,
 ) -> tuple[float, int]:
     """Seconds in which a joiner is a copy of one of them, all behind one line, and of which. Raises NoDonor."""
-    spec, network = micro_spec(stages=1, limits=LIMITS), MemoryNetwork(line)
+    spec, network = micro_spec(stages=1, layers=4, limits=LIMITS), MemoryNetwork(line)
 
     def context(transport: Transport, worker: StageWorker) -> ReplicaContext:
         cut, rng = StageCut(0, 1, 0, 1), random.Random(1)

@@ -46,7 +46,7 @@ async def one_busy_and_one_dripping(
 ) -> AsyncIterator[tuple[World, Replica]]:
     """The first donor is busy so many times (None: always), the second one drips, the third replica joins."""
     monkeypatch.setattr(late_join, "BUSY_PAUSE_SECONDS", (0.01, 0.02))
-    async with world(micro_spec(stages=1, outer=OUTER, limits=LIMITS), 3) as made:
+    async with world(micro_spec(stages=1, layers=4, outer=OUTER, limits=LIMITS), 3) as made:
         for veteran in made.replicas[:-1]:
             await make_veteran(veteran)
         drip(made.replicas[1], DRIP_SECONDS)

@@ -69,7 +69,7 @@ async def make_veteran(replica: Replica) -> None:
 async def donors_and_joiner(donors: int = 2) -> AsyncIterator[tuple[World, Replica]]:
     """Veterans 0 to `donors` - 1 in memory, and a replica that has just come."""
     settings = NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))
-    async with world(micro_spec(stages=1, outer=OUTER, limits=LIMITS), donors + 1, settings) as made:
+    async with world(micro_spec(stages=1, layers=4, outer=OUTER, limits=LIMITS), donors + 1, settings) as made:
         for veteran in made.replicas[:-1]:
             await make_veteran(veteran)
         yield made, made.replicas[-1]
@@ -229,7 +229,7 @@ async def drawn_in() -> None:
     """The course of it."""
     limits = LIMITS.model_copy(update={"exchange_progress_seconds": 30.0, "record_seconds": 3.0})
     outer = OUTER.model_copy(update={"inner_steps": 8, "min_inner_steps": 2, "max_lag_tokens": 2000})
-    spec = micro_spec(stages=1, steps=10**6, outer=outer, limits=limits)
+    spec = micro_spec(stages=1, layers=4, steps=10**6, outer=outer, limits=limits)
     async with world(
         spec,
         3,
@@ -672,7 +672,7 @@ async def test_who_keeps_asking_and_reads_nothing_new_keeps_no_joiner_out(
     monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
     settings = NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))
     limits = LIMITS.model_copy(update={"exchange_progress_seconds": 20.0})
-    async with world(micro_spec(stages=1, outer=OUTER, limits=limits), 2, settings) as made:
+    async with world(micro_spec(stages=1, layers=4, outer=OUTER, limits=limits), 2, settings) as made:
         veteran, joiner = made.replicas
         await make_veteran(veteran)
         holders = [MemoryTransport(made.network, PeerId(f"holder-{n}")) for n in range(keys)]

@@ -36,7 +36,7 @@ async def veteran_and_joiner(
 ) -> AsyncIterator[tuple[World, list[Replica]]]:
     """The first replica (all but the last, if more) is past its first outer step and says so; the last is new."""
     limits = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=2, record_seconds=60)
-    spec = micro_spec(stages=1, outer=outer, limits=limits, subspace=subspace)
+    spec = micro_spec(stages=1, layers=4, outer=outer, limits=limits, subspace=subspace)
     async with world(spec, replicas, NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))) as made:
         for veteran in made.replicas[:-1]:
             assert veteran.pipeline.origin is not None

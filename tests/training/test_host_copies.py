@@ -117,10 +117,10 @@ def waits(trainer: StageTrainer, work: Callable[[], object]) -> int:
 
 def specs() -> dict[str, RunSpec]:
     """Every kind of way that a microbatch goes."""
-    plain = micro_spec()
+    plain = micro_spec(layers=4)
     experts = plain.model_copy(update={"model": spec_of("qwen3_moe", stages=2, output_router_logits=True)})
     return {
-        **{kind: micro_spec(inner={"backward": kind}) for kind in ("keep", "recompute", "checkpoint")},
+        **{kind: micro_spec(layers=4, inner={"backward": kind}) for kind in ("keep", "recompute", "checkpoint")},
         "experts": experts,
     }
 

@@ -57,8 +57,8 @@ def summed_loss(module: Stage, inputs: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_mixed_precision_is_torchs_autocast_of_the_whole_model(stages: int) -> None:
     """Loss and every gradient bit for bit, whatever the cut."""
-    spec = micro_spec(stages=stages, inner={"precision": "bf16-mixed"})
-    whole = build_stage(micro_spec(stages=1).model, 0)
+    spec = micro_spec(stages=stages, layers=4, inner={"precision": "bf16-mixed"})
+    whole = build_stage(micro_spec(stages=1, layers=4).model, 0)
     inputs, labels = batch()
     with torch.autocast("cpu", torch.bfloat16):
         loss = summed_loss(whole, inputs, labels)
