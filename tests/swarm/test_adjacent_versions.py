@@ -202,6 +202,7 @@ def averaged(event: AnyEvent) -> bool:
     return isinstance(event, OuterStep) and event.partner is not None
 
 
+@worlds.virtually
 async def test_two_releases_of_one_protocol_version_train_in_one_swarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """One replica of each stage is of the later release, and each averages with its stage peer of the other.
     Microbatches go between all, and nobody is blamed for what is not known here."""

@@ -34,7 +34,7 @@ from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, Memory
 from noloco_node.transport.messages import Message
 from tests.inside import served_by
 from tests.support import eventually, one_turn
-from tests.worlds import micro_spec, run_to_the_end, world
+from tests.worlds import micro_spec, run_to_the_end, virtually, world
 
 RUN = "r" * 32
 SERVER, SERVED, STRANGER = PeerId("server-of-stage-1"), PeerId("served-of-stage-0"), PeerId("stranger")
@@ -467,11 +467,11 @@ def test_the_books_by_peer_are_bounded() -> None:
     assert ledger.served == MOST_PEERS + 50
 
 
-@pytest.mark.timeout(180)
+@virtually
 async def test_a_training_swarm_counts_the_same_on_both_sides() -> None:
     """What stage 0 says that stage 1 did for it is what stage 1 counted, peer by peer, to the token."""
     async with world(micro_spec(stages=2, steps=12), replicas=2) as made:
-        await run_to_the_end(made, within=120)
+        await run_to_the_end(made)
         await one_turn()
         by_server = {
             (server.context.transport.peer_id, peer): (done.microbatches, done.tokens)

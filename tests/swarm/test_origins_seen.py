@@ -22,7 +22,7 @@ from noloco_node.pipeline.messages import MicrobatchHeader
 from noloco_node.tallies import FEW_PEERS
 from noloco_node.transport.memory import MemoryTransport
 from noloco_node.transport.messages import Message
-from tests.worlds import MICROBATCH, micro_spec, peer_name, run_to_the_end, world
+from tests.worlds import MICROBATCH, micro_spec, peer_name, run_to_the_end, virtually, world
 
 
 class Book(OriginsSeen):
@@ -135,6 +135,7 @@ def test_the_book_is_bounded() -> None:
     assert len(book.latest()) == FEW_PEERS
 
 
+@virtually
 async def test_every_later_stage_hears_which_origin_drew_a_microbatch_and_when(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over three stages the word travels unchanged, in audits' copies too, and is kept by the sender of the microbatch.
     Clocks end within half a run of the first stage's, however busy the machine; `test_stage_clocks` says how near they

@@ -8,11 +8,12 @@ from noloco_node.config.run_spec import OuterSpec
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.telemetry.events import Doing, InnerStep
 from tests.support import eventually, last_account
-from tests.worlds import micro_spec, peer_name, world
+from tests.worlds import micro_spec, peer_name, virtually, world
 
 WHY = "paused: for this test"
 
 
+@virtually
 async def test_replicas_that_rest_give_back_what_they_hold_and_others_train_on() -> None:
     """An origin and a tail rest while a microbatch and an exchange may be under way. The directory shows them as
     paused, nobody counts them, no sample is lost, and the other two train on together."""
