@@ -51,8 +51,9 @@ def test_another_process_with_another_hash_seed_has_the_same_trace() -> None:
     program = "from tests.simulator.test_quadratic import trace\nprint(trace())"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     other = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert other.stdout.split()[-1:] == [trace()]
-    assert trace(2) != trace()
+    here = trace()
+    assert other.stdout.split()[-1:] == [here]
+    assert trace(2) != here
 
 
 def test_its_gradient_leads_to_the_optimum_and_belongs_to_the_weights_of_the_forward() -> None:
