@@ -35,12 +35,6 @@ class Here(Workers[Job, str]):
         return ((task, self._work(task)) for task in tasks)
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainings are done by this process."""
-    monkeypatch.setattr(experiment, "Workers", Here)
-
-
 def sweep(**more: Any) -> dict[str, Any]:
     """A γ sweep beside data parallel."""
     variants = [
@@ -50,12 +44,15 @@ def sweep(**more: Any) -> dict[str, Any]:
     return {"variants": variants, "replicas": [4], "workers": 1, **more}
 
 
-def run(lab: dict[str, Any], folder: Path, work: Train = made.made_training) -> tuple[list[Result], list[Finished]]:
-    """The results of an experiment, and what was told while it ran."""
+def run(lab: dict[str, Any], folder: Path, work: Train | None = None) -> tuple[list[Result], list[Finished]]:
+    """The results of an experiment, and what was told while it ran. Without `work` this process trains."""
     told: list[Finished] = []
     config = made.config(lab)
     journal = Journal(folder / "runs.jsonl")
-    return Experiment(config.lab, expand(config), journal, told.append, work).run(), told
+    with pytest.MonkeyPatch.context() as patched:
+        if work is None:
+            patched.setattr(experiment, "Workers", Here)
+        return Experiment(config.lab, expand(config), journal, told.append, work or made.made_training).run(), told
 
 
 def rows(results: list[Result], purpose: str) -> list[tuple[Any, int]]:
@@ -63,7 +60,6 @@ def rows(results: list[Result], purpose: str) -> list[tuple[Any, int]]:
     return [(r.options["outer.gamma"], r.seed) for r in results if r.variant == "noloco" and r.purpose == purpose]
 
 
-@pytest.mark.usefixtures("here")
 def test_all_are_tried_on_all_tune_seeds_and_the_best_mean_is_reported(tmp_path: Path) -> None:
     """0.6 is the best of the first seed and 0.4 of the two others: their mean decides."""
     results, _ = run(sweep(tune_seeds=[1, 2, 3], seeds=[4, 5]), tmp_path)
@@ -72,7 +68,6 @@ def test_all_are_tried_on_all_tune_seeds_and_the_best_mean_is_reported(tmp_path:
     assert [(r.seed, r.purpose) for r in results if r.variant == "data parallel"] == [(4, "report"), (5, "report")]
 
 
-@pytest.mark.usefixtures("here")
 def test_a_point_that_diverges_is_never_chosen(tmp_path: Path) -> None:
     """It is the worst on its seed, though it has no loss."""
     variant = {"name": "noloco", "algorithm": "noloco", "sweep": {"outer.gamma": [2.5, 3.0, 0.9]}}
@@ -82,7 +77,6 @@ def test_a_point_that_diverges_is_never_chosen(tmp_path: Path) -> None:
     assert rows(results, "report") == [(0.9, 4)]
 
 
-@pytest.mark.usefixtures("here")
 def test_without_tune_seeds_every_point_is_reported_on_every_seed(tmp_path: Path) -> None:
     """A sweep to be shown, not decided."""
     results, told = run(sweep(seeds=[1, 2]), tmp_path)
@@ -94,7 +88,6 @@ def test_without_tune_seeds_every_point_is_reported_on_every_seed(tmp_path: Path
     assert all(finished.seconds_left > 0.0 for finished in told[:-1])
 
 
-@pytest.mark.usefixtures("here")
 def test_data_parallel_is_trained_once_and_recorded_with_each_number_of_replicas(tmp_path: Path) -> None:
     """The numbers are the same, the replicas are not."""
     results, told = run(sweep(replicas=[4, 8, 16]), tmp_path)
@@ -104,17 +97,16 @@ def test_data_parallel_is_trained_once_and_recorded_with_each_number_of_replicas
     assert len([finished for finished in told if finished.result.variant == "data parallel"]) == 1
 
 
-def test_the_number_of_workers_changes_nothing_in_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_workers_changes_nothing_in_the_results(tmp_path: Path) -> None:
     """Two processes, or none: the same list."""
     lab = sweep(tune_seeds=[1, 2], seeds=[4, 5], replicas=[4, 8])
     for folder in ("none", "two"):
         (tmp_path / folder).mkdir()
-    two, _ = run({**lab, "workers": 2}, tmp_path / "two")
-    monkeypatch.setattr(experiment, "Workers", Here)
-    assert run(lab, tmp_path / "none")[0] == two
+    none, _ = run(lab, tmp_path / "none")
+    two, _ = run({**lab, "workers": 2}, tmp_path / "two", made.made_training)
+    assert none == two
 
 
-@pytest.mark.usefixtures("here")
 def test_an_experiment_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     """Lines lost, the last one torn: exactly those are trained again, and the results are those of one go."""
     lab = sweep(seeds=[1, 2])
@@ -129,7 +121,6 @@ def test_an_experiment_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     assert len(Journal(journal)) == 10
 
 
-@pytest.mark.usefixtures("here")
 def test_lines_that_are_no_results_are_trained_anew(tmp_path: Path) -> None:
     """A record of another version, or no JSON at all, is passed over."""
     lab = sweep()
@@ -142,7 +133,6 @@ def test_lines_that_are_no_results_are_trained_anew(tmp_path: Path) -> None:
     assert (resumed, len(told)) == (whole, 2)
 
 
-@pytest.mark.usefixtures("here")
 def test_an_experiment_that_grows_trains_only_what_is_new(tmp_path: Path) -> None:
     """Another seed, another number of replicas, in the same folder."""
     run(sweep(seeds=[1]), tmp_path)

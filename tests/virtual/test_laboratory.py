@@ -80,15 +80,6 @@ def _check_trained_again(lab_file: Path, out: Path) -> None:
         assert again.model_dump(include=measured) == result.model_dump(include=measured)
 
 
-@pytest.mark.long
-def test_a_real_experiment_gives_the_same_numbers_with_one_worker_and_with_two(lab_file: Path, tmp_path: Path) -> None:
-    """In two folders: equal to the last digit."""
-    one, two = tmp_path / "one", tmp_path / "two"
-    for out, workers in ((one, 1), (two, 2)):
-        assert cli.main(["lab", str(lab_file), "--out", str(out), "--set", f"lab.workers={workers}"]) == 0
-    assert numbers(one) == numbers(two)
-
-
 def _check_results(out: Path) -> None:
     record = Results.model_validate_json((out / "results.json").read_text())
     assert record.versions.keys() == {"noloco_node", "torch", "python"}
