@@ -503,7 +503,7 @@ def test_a_node_needs_twice_a_checkpoint_and_its_drain_to_leave() -> None:
 
 async def test_a_checkpoint_needs_no_memory_for_a_copy(tmp_path: Path) -> None:
     """A limit on the address space, as batch systems set it, leaves half as much as a checkpoint is large."""
-    spec = micro_spec(stages=1, outer=OUTER)
+    spec = micro_spec(stages=1, layers=4, outer=OUTER)
     wide = {**spec.model.config, "hidden_size": 512, "intermediate_size": 1024}
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"config": wide})})
     folder = CheckpointFolder(tmp_path / "checkpoints", keep=1)
