@@ -355,7 +355,7 @@ async def test_a_full_disk_ends_it_with_a_remedy(tmp_path: Path) -> None:
     """Before a byte is written to a map that would end the process."""
     async with trained() as swarm:
         gatherer, transport, _ = swarm.gatherer(tmp_path / "spool")
-        with pytest.raises(UserError) as caught, files_up_to(64 << 10):
+        with pytest.raises(UserError) as caught, files_up_to(16 << 10):
             await gatherer.gather()
         await transport.close()
     assert caught.value.exit_code is ExitCode.RUN_FOLDER
