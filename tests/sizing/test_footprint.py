@@ -29,7 +29,7 @@ def test_a_stage_is_counted_as_it_is_built(stages: int, subspace: dict[str, obje
 
 def test_experts_that_a_token_does_not_go_to_are_memory_and_no_work() -> None:
     """Two of four experts work for a token: half of their matrices count, and all of the others."""
-    spec = micro_spec(stages=1)
+    spec = micro_spec(stages=1, layers=4)
     mixture = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     model = spec.model.model_copy(update={"config": spec.model.config | mixture})
     spec = spec.model_copy(update={"model": model})
