@@ -227,9 +227,9 @@ def test_a_joiner_whose_download_outlasts_max_lag_is_drawn_in_and_does_not_copy_
 
 async def drawn_in() -> None:
     """The course of it."""
-    limits = LIMITS.model_copy(update={"exchange_progress_seconds": 30.0, "record_seconds": 3.0})
+    limits = LIMITS.model_copy(update={"exchange_progress_seconds": 30.0, "record_seconds": 3.0, "chunk_bytes": 1024})
     outer = OUTER.model_copy(update={"inner_steps": 8, "min_inner_steps": 2, "max_lag_tokens": 2000})
-    spec = micro_spec(stages=1, layers=4, steps=10**6, outer=outer, limits=limits)
+    spec = micro_spec(stages=1, layers=1, steps=10**6, outer=outer, limits=limits)
     async with world(
         spec,
         3,
