@@ -22,7 +22,7 @@ from tests.fork_server import spawning
 from tests.made_runs import OWN_TEXT
 from tests.support import eventually, printed_file
 
-pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(900)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
@@ -49,7 +49,7 @@ async def node(folder: Path, *arguments: str) -> AsyncIterator[list[AnyEvent]]:
         yield events
         process.send_signal(signal.SIGHUP)
         try:
-            assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+            assert await asyncio.wait_for(process.wait(), 180) == ExitCode.INTERRUPTED
         except TimeoutError:
             said = (folder / "printed").read_text(encoding="utf-8").splitlines()[-20:]
             raise AssertionError(f"{folder.name} did not leave: {said}, {events[-5:]}") from None
