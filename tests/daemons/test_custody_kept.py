@@ -19,7 +19,7 @@ from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.daemons.test_resume import ENDLESS, MICRO, OFTEN, daemon, of
 from tests.support import eventually
 
-pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(900)]
 
 
 def node(folder: Path, stage: int, *arguments: str) -> list[str]:

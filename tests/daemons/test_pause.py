@@ -27,7 +27,7 @@ from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.daemons.test_resume import ENDLESS, command, daemon, of
 from tests.support import eventually
 
-pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(900)]
 
 
 async def say(word: str, folder: Path) -> tuple[int, str]:
@@ -79,7 +79,7 @@ async def test_a_paused_node_is_at_rest_and_goes_on_where_it_was(
         code, printed = await say("pause", folder)
         assert (code, "noloco-node resume goes on" in printed) == (ExitCode.OK, True), printed
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+        assert await asyncio.wait_for(process.wait(), 180) == ExitCode.INTERRUPTED
     saved = CheckpointFolder(folder / "checkpoints", keep=2).newest(of(NodeStarted, events)[0].run_id, 0)
     assert saved is not None
     last, ledger = of(InnerStep, events)[-1], saved.standing.ledger
@@ -102,7 +102,7 @@ async def test_a_paused_node_is_at_rest_and_goes_on_where_it_was(
         later = await eventually(lambda: of(InnerStep, events), 120, "it goes on when it is told to")
         assert later[0].step == last.step + 1
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+        assert await asyncio.wait_for(process.wait(), 180) == ExitCode.INTERRUPTED
 
 
 async def test_a_pause_while_a_node_joins_copies_or_leaves_is_answered_and_loses_nothing(

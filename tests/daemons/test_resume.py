@@ -36,7 +36,7 @@ from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.swarm import program
 from tests.support import eventually
 
-pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(900)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 OFTEN = ("node.checkpoint_outer_steps=1", "node.checkpoint_seconds=0.5", "run.outer.max_lag_tokens=10_000_000")
@@ -101,7 +101,7 @@ async def test_a_node_that_is_told_to_leave_saves_itself_and_the_same_command_go
         (folder / "checkpoints").unlink()
         await eventually(lambda: any(not e.error for e in of(CheckpointTaken, events)), 60, "the disk takes it again")
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+        assert await asyncio.wait_for(process.wait(), 180) == ExitCode.INTERRUPTED
     stopped = of(NodeStopped, events)
     assert [(event.reason, event.final_weights) for event in stopped] == [("interrupted", "final")]
     first, last, account = of(NodeStarted, events)[0], of(CheckpointTaken, events)[-1], of(Account, events)[-1]
@@ -117,7 +117,7 @@ async def test_a_node_that_is_told_to_leave_saves_itself_and_the_same_command_go
     async with daemon(*alone, folder=folder) as (process, events):
         stepped = await eventually(lambda: of(InnerStep, events), 120, "it trains again")
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+        assert await asyncio.wait_for(process.wait(), 180) == ExitCode.INTERRUPTED
     again = of(NodeStarted, events)[0]
     assert (again.origin, again.resumed, again.peer_id) == ("checkpoint", True, first.peer_id)
     assert (stepped[0].step, stepped[0].clock) == (progress.steps + 1, progress.clock + 1024)
@@ -128,7 +128,7 @@ async def test_a_node_that_is_told_to_leave_saves_itself_and_the_same_command_go
     peers = (folder / "peers.json").read_text()
     assert first.run_id in peers
     other = command(folder, settings=("run.model.stages=1", ENDLESS, *OFTEN, "run.inner.learning_rate=0.5"))
-    refused = await asyncio.to_thread(subprocess.run, other, capture_output=True, text=True, timeout=120)
+    refused = await asyncio.to_thread(subprocess.run, other, capture_output=True, text=True, timeout=300)
     assert refused.returncode == ExitCode.RUN_FOLDER
     assert "holds run 'micro'" in refused.stderr
     assert "remedy: name another folder with --run-folder" in refused.stderr
@@ -147,12 +147,12 @@ async def _comes_home_to_a_run_begun_anew(folder: Path, alone: list[str]) -> Non
         await eventually(lambda: of(InnerStep, events), 120, "the new life trains")
         address = of(NodeStarted, events)[0].addresses[0]
         home = [*alone, "--initial-peers", address]
-        refused = await asyncio.to_thread(subprocess.run, home, capture_output=True, text=True, timeout=120)
+        refused = await asyncio.to_thread(subprocess.run, home, capture_output=True, text=True, timeout=300)
         assert refused.returncode == ExitCode.RUN_FOLDER
         assert "run 'micro' was begun anew: node.run_folder holds a state of the life" in refused.stderr
         await eventually(lambda: of(CheckpointTaken, events), 60, "the new life keeps its state")
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 60) == ExitCode.INTERRUPTED
+        assert await asyncio.wait_for(process.wait(), 180) == ExitCode.INTERRUPTED
     clocks = [event.clock for event in of(InnerStep, events)]
     run = of(NodeStarted, events)[0].run_id
     other = CheckpointFolder(anew / "checkpoints", keep=2).birth(run)
@@ -210,7 +210,7 @@ async def test_a_swarm_killed_as_a_whole_resumes_and_so_does_one_node_of_it(tmp_
             for head in heads:
                 os.kill(head.pid, signal.SIGCONT)
             await waiting
-            assert await asyncio.wait_for(process.wait(), 60) == ExitCode.OK
+            assert await asyncio.wait_for(process.wait(), 180) == ExitCode.OK
     finally:
         for head in heads:
             if head.running:

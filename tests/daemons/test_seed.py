@@ -37,7 +37,7 @@ from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.chaos.swarm import program
 from tests.support import eventually, free_port, printed_file
 
-pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(900)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 PATIENT = "run.limits.grace_seconds=30"
@@ -62,7 +62,7 @@ async def command(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subpro
         if process.returncode is None:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), 60)
+                await asyncio.wait_for(process.wait(), 180)
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
@@ -134,7 +134,7 @@ class Watched:
                 await asyncio.sleep(0.5)
         finally:
             watcher.send_signal(signal.SIGINT)
-            code = await asyncio.wait_for(watcher.wait(), 60)
+            code = await asyncio.wait_for(watcher.wait(), 180)
         assert code == ExitCode.OK
 
     async def compare(self) -> None:
@@ -238,7 +238,7 @@ async def test_a_swarm_that_knows_only_its_seed_trains_to_its_end(
             assert (folders[0] / "final" / "manifest.json").is_file()
             assert RunFolder(tmp_path / "seed").ended, "no record of a key takes the end back"
         seed.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(seed.wait(), 60) == ExitCode.INTERRUPTED
+        assert await asyncio.wait_for(seed.wait(), 180) == ExitCode.INTERRUPTED
     events = [read_events(folder / "events.jsonl") for folder in folders]
     started = [next(e for e in each if isinstance(e, NodeStarted)) for each in events]
     assert [e.stage for e in started] == [0, 1, 0]

@@ -23,7 +23,7 @@ from tests.daemons.hung_node import PART
 from tests.made_runs import MICRO, OWN_TEXT
 from tests.support import eventually, p2pd_children, printed_file
 
-pytestmark = [pytest.mark.daemons, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.daemons, pytest.mark.timeout(900)]
 
 LEAVES = 3.0
 ALONE = ("run.inner.target_tokens=1_000_000_000", "run.model.stages=1", "node.drain_seconds=0.5")
