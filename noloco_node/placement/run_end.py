@@ -22,13 +22,13 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import PeerStats
 from noloco_node.tallies import PeerTable
 
-NEAR_TARGET = 0.9
-"""Share of the target from which a short run is at its end, though nobody has said so."""
+NEAR_BY_CLOCK = 0.9
+"""Share of the target from which a run is near its end though nobody has said so. To be idle is no error then."""
 IDLE_GRACES = 15
 """Grace times without work after which a node leaves: near the target that is the run's end, far from it an error."""
 HELD_UP_GRACES = 12 * IDLE_GRACES
-"""Grace times without work after which a node leaves while a stage has no replica, or only this node gets nothing to
-train."""
+"""Grace times without work after which a node leaves while a stage has no replica, or an origin's clock moved within
+`IDLE_GRACES`."""
 BEGINNING_SECONDS = 86_400.0
 """Seconds after which a node leaves whose run has not begun: the others may be started by hand, one after
 another."""
@@ -48,11 +48,11 @@ class Sight:
     """What one replica knows of the run's end at one moment. Seconds."""
 
     near: bool
-    """Others may have come to the target: by its own clock, by that of an origin whose microbatches it has trained, or
-    by what it knew at its former stage."""
+    """Others may have come to the target: by its own clock, by that of an origin that it trained for, or as it came
+    (`came_near_the_end`)."""
     ended: bool
-    """Most of the work that was trained here of late is of origins that have finished, and the others send no more or
-    have had their time."""
+    """Most of the work that was trained here of late is of origins that have finished. All have, or the others send no
+    more, or `IDLE_GRACES` are over since."""
     idle: float
     """Since it last trained, came, or saw a stage served again."""
     patience: float
@@ -193,7 +193,7 @@ class EndOfRun:
         if furthest <= self._near_from:
             return False
         alone = self._slept and not self._membership.others(*NOT_GONE)
-        return bool(self._finished) or furthest > NEAR_TARGET * self._target or alone
+        return bool(self._finished) or furthest > NEAR_BY_CLOCK * self._target or alone
 
     @property
     def _slept(self) -> bool:
@@ -240,11 +240,11 @@ class EndOfRun:
 
     def _ended(self, seen: Sequence[OriginSeen], near: bool, idle: float, now: float) -> bool:
         left = self._membership.live(0, PeerState.DRAINING, PeerState.GONE) if near else ()
-        silent = {PeerId(record.peer_id) for record in left} - self._finished
+        left_unfinished = {PeerId(record.peer_id) for record in left} - self._finished
         words = [
             Voice(each.sender, each.origin, self._has_ended(each.origin), each.tokens)
             for each in seen
-            if each.origin not in silent
+            if each.origin not in left_unfinished
         ]
         if not words or not median_voice(words):
             self._most_since = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from noloco_node.averaging.side import Phase
 from noloco_node.node.replica import Replica
-from noloco_node.placement.run_end import IDLE_GRACES, NEAR_TARGET
+from noloco_node.placement.run_end import IDLE_GRACES, NEAR_BY_CLOCK
 from noloco_node.simulator.outer_ledger import OuterEntry, strays
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
 from noloco_node.training.progress import FREE_LAG, PACE_A_LAG, SLOWEST_PACE
@@ -200,7 +200,7 @@ def _somebody_trains_to_the_end(run: Run) -> Iterator[str]:
 
 def _near_its_end(run: Run) -> bool:
     """A later stage goes by the clocks that origins will have once all that they have under way is trained."""
-    return _reached(run) + run.under_way >= NEAR_TARGET * run.target
+    return _reached(run) + run.under_way >= NEAR_BY_CLOCK * run.target
 
 
 def _reached(run: Run) -> float:
