@@ -58,14 +58,19 @@ def allowed_in_words(details: ErrorDetails) -> str:
 
 
 def did_you_mean(setting: str, siblings: Sequence[str], known: Iterable[str]) -> str:
-    """The nearest names to one that does not exist; `known` are all dotted names, of groups too. First come those of
-    its own group, then those of other groups. If there is none, they are what its group has."""
+    """The nearest names to one that does not exist, those of its own group and equal ones elsewhere first. If there is
+    none, they are what its group has. `known` are all dotted names, of groups too."""
     group, _, leaf = setting.rpartition(".")
-    meant = [f"{group}.{name}" if group else name for name in near_words(leaf, siblings, most=2, cutoff=0.75)]
+
+    def in_group(cutoff: float) -> list[str]:
+        return [f"{group}.{name}" if group else name for name in near_words(leaf, siblings, most=2, cutoff=cutoff)]
+
     of_leaf: dict[str, list[str]] = {}
     for name in known:
         of_leaf.setdefault(name.rpartition(".")[2], []).append(name)
-    meant += [name for near in near_words(leaf, of_leaf, most=2, cutoff=0.75) for name in of_leaf[near]]
+    meant = in_group(0.75) + of_leaf.get(leaf, []) + in_group(0.6)
+    if not meant:
+        meant = [name for near in near_words(leaf, of_leaf, most=2, cutoff=0.75) for name in of_leaf[near]]
     if meant:
         return suggestion(list(dict.fromkeys(meant))[:3])
     return f"known here: {', '.join(siblings)}" if siblings else ""
