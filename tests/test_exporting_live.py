@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import HeldOutLoss, Hello, serve_hello
+from noloco_node.config.data_spec import NOT_READ
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.errors import ExitCode, UserError
@@ -371,6 +372,10 @@ def test_a_live_run_chooses_no_tokenizer_among_the_files_of_who_exports_it(tmp_p
     with pytest.raises(UserError) as caught:
         check_own_files(run, options, reads_text=False)
     assert caught.value.exit_code is ExitCode.CONFIG
+    text = spec.model_copy(update={"data": spec.data.model_copy(update={"source": "text", "path": NOT_READ})})
+    with pytest.raises(UserError, match="path is not set") as caught:
+        check_own_files(text, options, reads_text=True)
+    assert "stage" not in caught.value.remedy
     options.set = [f"run.data.tokenizer={tmp_path}"]
     check_own_files(run, options, reads_text=False)
 

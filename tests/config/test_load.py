@@ -84,7 +84,6 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
         (["inner.learning_rate=1"], ["inner: there is no such setting; did you mean run.inner?"]),
         (["model.stages=2"], ["did you mean run.model"]),
         (["learning_rte=1"], ["did you mean run.inner.learning_rate"]),
-        (["inner_steps=4"], ["did you mean run.outer.inner_steps?"]),
         (["node.uplink=20"], ["did you mean node.uplink_mbit?"]),
         (["run.outer.steps=4"], ["did you mean run.outer.inner_steps?"]),
         (["xyzzy=1"], ["xyzzy", "known here: run, node, local_swarm"]),
