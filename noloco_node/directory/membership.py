@@ -268,6 +268,10 @@ class Membership:
         ]
         return [s for s in others if self.scale(s) == 1.0 or not unasked(self._known, self.live(s, *SERVING))]
 
+    def paused(self) -> set[int]:
+        """Stages with a node that says that it is paused."""
+        return {s for s in range(self.stages) if any(r.shown.paused for r in self.live(s, PeerState.DRAINING))}
+
     def replicas_per_stage(self) -> list[int]:
         """Replicas of each stage that are there, this one included; of a large one an estimate."""
         return self._counts(*SERVING, own=1)

@@ -91,10 +91,11 @@ class ReplicaCourse:
 
     def look(self) -> None:
         """Take in what the directory says of stages without a replica."""
+        members = self._membership
         if self.run_goes_on():
-            self.missing.look(self._membership.unserved(), self._context.spec.stages)
+            self.missing.look(members.unserved(), self._context.spec.stages, members.paused())
         else:
-            self.missing.look_back(self._membership.unserved())
+            self.missing.look_back(members.unserved())
 
     def run_goes_on(self) -> bool:
         """False once this replica leaves or the origins do: stages that empty at the run's end are not lost."""

@@ -277,12 +277,14 @@ class MissingStages:
         """Those that had no replica at the last look."""
         return sorted(self._since)
 
-    def look(self, unserved: Sequence[int], stages: int) -> None:
-        """Take in what the directory says: which of the run's `stages` nobody serves now."""
+    def look(self, unserved: Sequence[int], stages: int, paused: Collection[int] = ()) -> None:
+        """Take in what the directory says: which of the run's `stages` nobody serves now, and where nodes are
+        `paused`."""
         now, self.looked = ambient.monotonic(), True
         for stage in set(unserved) - self._since.keys():
             self._since[stage] = now
             lost = "has lost its last replica" if stage in self._served else "has no replica yet"
+            lost = "has only paused nodes" if stage in paused else lost
             then = "microbatches are held back" if stage > 0 else "no microbatch is drawn"
             logger.warning("stage %d %s: %s until one comes", stage, lost, then)
         self.look_back(unserved)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.telemetry.events import Doing, InnerStep
@@ -48,3 +50,17 @@ async def test_replicas_that_rest_give_back_what_they_hold_and_others_train_on()
         assert last_account(second).dropped == 0
         for number in (1, 3):
             made.replicas[number].stop.set()
+
+
+async def test_a_stage_whose_only_node_is_paused_is_not_said_to_be_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """Others say what holds their microbatches back: its owner will let it go on."""
+    async with world(micro_spec(steps=100_000)) as made, asyncio.TaskGroup() as group:
+        origin, tail = made.replicas
+        running = [group.create_task(replica.run()) for replica in made.replicas]
+        await eventually(lambda: any(isinstance(event, InnerStep) for event in made.events[0]), 60, "both train")
+        tail.rest(WHY)
+        await eventually(lambda: origin.missing.stages == [1], 60, "it is seen")
+        assert "stage 1 has only paused nodes: microbatches are held back until one comes" in caplog.text
+        assert "lost" not in caplog.text
+        origin.stop.set()
+        await asyncio.wait(running, timeout=60)
