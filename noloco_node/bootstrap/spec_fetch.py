@@ -340,7 +340,7 @@ def _spec_of(text: bytes, hello: Hello) -> RunSpec:
         spec = read_agreed(text)
         found = spec.run_id
     except ValidationError as error:
-        raise BadAnswer(f"its RunSpec is refused: {first_problem(error)}") from None
+        raise BadAnswer(f"its RunSpec is refused: {_unknown_setting(error) or first_problem(error)}") from None
     except ValueError as error:
         raise BadAnswer(f"its RunSpec is refused: {error}") from None
     if found != hello.run:
@@ -351,7 +351,15 @@ def _spec_of(text: bytes, hello: Hello) -> RunSpec:
 def _reason(error: Refused | TransportError, hello: Hello) -> str:
     if isinstance(error, Refused) and error.reason is Refusal.UNKNOWN_METHOD:
         return f"noloco-node {hello.version} does not hand out its RunSpec (this node has {__version__})"
-    return str(error) or repr(error)
+    releases = "" if hello.version == __version__ else f" (noloco-node {hello.version} there, {__version__} here)"
+    return (str(error) or repr(error)) + releases
+
+
+def _unknown_setting(error: ValidationError) -> str | None:
+    """The setting of a RunSpec that this release does not know, where that is its first mistake."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    setting = shown(".".join(map(str, ("run", *first["loc"]))))
+    return f"there is no setting {setting} here" if first["type"] == "extra_forbidden" else None
 
 
 def _quoted(value: str | None) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import create_model
 
 import tests.worlds as worlds
 from noloco_node import PROTOCOL_VERSION, __version__
 from noloco_node.aio import cancel_and_wait
+from noloco_node.bootstrap import spec_fetch
 from noloco_node.bootstrap.hello import Hello, check_same_run
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
+from noloco_node.config.settings import Settings
 from noloco_node.directory import records_call
 from noloco_node.directory.records import PeerRecord, PeerState, SignedRecord
 from noloco_node.directory.records_call import serve_records, tell
@@ -94,6 +98,28 @@ async def test_another_run_under_another_release_may_be_the_same_file(release: s
             await check_same_run(made.joiner, SPEC, made.addresses)
     assert caught.value.exit_code is ExitCode.WRONG_RUN
     assert (f"noloco-node 9.9 as the peer (here {__version__})" in caught.value.remedy) == (release != __version__)
+
+
+@pytest.mark.parametrize("knows", ["no optimizer", "adamw alone"])
+async def test_a_joiner_of_a_release_that_knows_no_muon_is_told_the_setting_and_both_releases(
+    knows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing but an address. It was told that extra inputs are not permitted."""
+    fields: dict[str, Any] = {name: (field.annotation, field) for name, field in InnerSpec.model_fields.items()}
+    fields["optimizer"] = (Literal["adamw"], "adamw")
+    if knows == "no optimizer":
+        del fields["optimizer"]
+    inner = create_model("InnerSpec", __base__=Settings, **fields)
+    monkeypatch.setattr(spec_fetch, "RunSpec", create_model("RunSpec", __base__=RunSpec, inner=(inner, ...)))
+    async with swarm() as made:
+        adamw = json.loads(SPEC.agreed_json)
+        made.says(json.dumps({**adamw, "inner": {**adamw["inner"], "optimizer": "muon"}}).encode())
+        error = await made.refusal()
+    assert error.exit_code is ExitCode.WRONG_RUN
+    mistake = {"no optimizer": "there is no setting run.inner.optimizer here", "adamw alone": "inner.optimizer: Input"}
+    assert mistake[knows] in error.message
+    assert f"(noloco-node 9.9 there, {__version__} here)" in error.message
+    assert "install the version of noloco-node that its nodes have" in error.remedy
 
 
 def record(peer: PeerId, protocol: int) -> PeerRecord:
