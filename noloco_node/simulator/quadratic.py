@@ -191,14 +191,10 @@ class QuadraticTrainer(Trainer):
         """See `Trainer`: plain descent has none, and what a real one has takes its bytes."""
         return dict(zip(MOMENTS, (self.layout.size, self._squares), strict=True))
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """See `Trainer`: zeros."""
-        moments = {name: torch.zeros(size) for name, size in self.moment_sizes.items()}
-        return {**moments, "optimizer_steps": torch.tensor(0)}
-
     def optimizer_vectors(self) -> Vectors:
         """See `Trainer`: zeros."""
-        return {name: [(0, vector)] for name, vector in self.optimizer_state().items()}
+        moments = {name: torch.zeros(size) for name, size in self.moment_sizes.items()}
+        return {name: [(0, vector)] for name, vector in {**moments, "optimizer_steps": torch.tensor(0)}.items()}
 
     def _stand_in(self, inputs: Tensor) -> Tensor:
         if inputs.dim() == 2:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.training.compute_device import memory_of_device, new_event, streams_of
+from noloco_node.training.frozen_state import PIECE
 
 T = TypeVar("T")
 
@@ -219,6 +220,17 @@ class HostCopies:
             return vector
         self._beside([(there, vector)], self._long)()
         return there
+
+    def fill(self, there: Tensor, vector: Tensor) -> None:
+        """Replace a long vector of the device by one of the host, and wait for it. It crosses in pieces, by memory that
+        is never paged out: a driver copies from other memory at a fraction of the pace."""
+        if self._streams is None:
+            there.copy_(vector)
+            return
+        for at in range(0, len(there), PIECE):
+            to = there[at : at + PIECE]
+            piece = self.room(to.shape, to.dtype).copy_(vector[at : at + PIECE])
+            self._beside([(to, piece)], self._long)()
 
     def beside(self) -> Beside | None:
         """The device, for arithmetic beside the training. None where it has no memory or no queues of its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
@@ -94,8 +94,8 @@ class InnerOptimizer:
     def state(self) -> dict[str, Tensor]:
         """Copies (host) of the moments as flat vectors and of the step count as an int64 scalar."""
         room = {name: torch.zeros(size) for name, size in self._sizes.items()}
-        for there, own in self._vectors(room):
-            there.copy_(own)
+        for whole, own in self._moments(room):
+            whole.copy_(own)
         return {**room, "optimizer_steps": self._steps.clone()}
 
     def vectors(self) -> Vectors:
@@ -110,26 +110,19 @@ class InnerOptimizer:
             first += [(part.start, own) for part, own in zip(self.muon.parts, self.muon.buffers, strict=True)]
         return {"exp_avg": first, "exp_avg_sq": squares, "optimizer_steps": [(0, self._steps)]}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Replace moments and step count, as `state()` gives them. Those that are there are written over: beside them a
-        device may have no memory for others."""
+    def load(self, state: Mapping[str, Tensor], fill: Callable[[Tensor, Tensor], object] = Tensor.copy_) -> None:
+        """Replace moments and step count, as `state()` gives them. Those that are there are written over by `fill`:
+        beside them a device may have no memory for others."""
         self._steps.copy_(state["optimizer_steps"])
         for parameter in self._adamw_parameters():
             self._state_of(parameter)["step"].copy_(state["optimizer_steps"])
-        for there, own in self._vectors(state):
-            own.copy_(there)
+        for whole, own in self._moments(state):
+            fill(own, whole)
 
-    def _vectors(self, state: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _moments(self, state: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pairs of a part of `state` and the optimizer's own vector."""
-        first, squares = (state[name] for name in MOMENTS)
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for (part, where), parameter in zip(self._parts, self._adamw_parameters(), strict=True):
-            own = self._state_of(parameter)
-            pairs += [(first[part], own["exp_avg"]), (squares[where], own["exp_avg_sq"])]
-        if self.muon is not None:
-            parts = zip(self.muon.parts, self.muon.buffers, strict=True)
-            pairs += [(first[part], buffer) for part, buffer in parts]
-        return pairs
+        own = self.vectors()
+        return [(state[name][at : at + len(part)], part) for name in MOMENTS for at, part in own[name]]
 
     def _adamw_parameters(self) -> Sequence[Tensor]:
         return [] if self.torch is None else [group["params"][0] for group in self.torch.param_groups]

@@ -253,14 +253,10 @@ class StageTrainer(Trainer):
         """See `Trainer.moment_sizes`."""
         return moment_sizes(self.layout, self._inner)
 
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """See `Trainer.optimizer_state`."""
-        return self._optimizer.state()
-
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
         """See `Trainer.load`."""
         super().load(fast, optimizer_state)
-        self._optimizer.load(optimizer_state)
+        self._optimizer.load(optimizer_state, self.copies.fill)
 
     def optimizer_vectors(self) -> Vectors:
         """See `Trainer.optimizer_vectors`."""

@@ -331,11 +331,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def optimizer_vectors(self) -> Vectors:
-        """The live memory of what `optimizer_state()` copies."""
-
-    @abstractmethod
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """Copies (host) of the optimizer's moments as flat vectors and its step count as an int64 scalar."""
+        """The live memory of the optimizer's moments, flat vectors, and of its step count, an int64 scalar."""
 
     def discard(self, passage: ForwardContext) -> None:
         """Let go of a passage's graph and weights; harmless for one that is empty."""
@@ -368,21 +364,21 @@ class Trainer(ABC):
         self._publish()
 
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
-        """Replace weights (flat, any device) and the optimizer state, as `optimizer_state()` gives it."""
+        """Replace weights (flat, any device) and the optimizer state, of the names of `optimizer_vectors()`."""
         del optimizer_state
         self.copies.before_writing()
         with torch.no_grad():
-            self.master.copy_(fast)
+            self.copies.fill(self.master, fast)
         self._publish()
 
     def state_vectors(self) -> Vectors:
         """The live memory of what inner steps change, in the order in which that is to be read: the `gradient`, the
-        weights `fast`, and the optimizer's state as `optimizer_state()` names it."""
+        weights `fast`, and the optimizer's vectors."""
         return {"gradient": [(0, self.gradient)], "fast": [(0, self.master)], **self.optimizer_vectors()}
 
     def load_gradient(self, gradient: Tensor, tokens: int, loss_sum: float) -> None:
         """Replace what has accumulated: the flat gradient of a loss summed over `tokens`, and that loss."""
-        self.gradient.copy_(gradient)
+        self.copies.fill(self.gradient, gradient)
         self.tokens_accumulated, self.loss_accumulated = tokens, loss_sum
 
     def _count(self, loss_sum: float, tokens: int) -> None:

@@ -38,6 +38,11 @@ def flat_gradient(trainer: StageTrainer, module: Stage) -> torch.Tensor:
     return trainer.layout.flatten(gradients)
 
 
+def moments_of(trainer: StageTrainer) -> dict[str, torch.Tensor]:
+    """Copies of its optimizer's moments, and of the count of steps."""
+    return trainer._optimizer.state()  # pyright: ignore[reportPrivateUsage]
+
+
 async def checkpoint_of(worker: StageWorker) -> CheckpointState:
     """What a checkpoint holds, in memory."""
     async with worker.frozen() as state:

@@ -25,6 +25,7 @@ from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext, Precision
 from tests.model.families import spec_of
+from tests.training.made_trainers import moments_of
 from tests.worlds import micro_spec, window_rows
 
 READS = {"_local_scalar_dense", "nonzero", "equal", "bincount", "_unique2", "masked_select"}
@@ -158,7 +159,7 @@ def test_states_and_evaluations_mix_nothing(precision: str, apart: Apart) -> Non
     trainers = made(micro_spec(stages=2, layers=2, inner={"precision": precision}))
     carried, labels = inputs_and_labels(window_rows(range(4)))
     for trainer in trainers:
-        state = trainer.optimizer_state()
+        state = moments_of(trainer)
         frozen = FrozenState()
         frozen.freeze(trainer.state_vectors(), trainer.copies.piece_to_host)
         room = frozen.collect()

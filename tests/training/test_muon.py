@@ -12,7 +12,7 @@ from noloco_node.config.run_spec import InnerSpec
 from noloco_node.training.inner_optimizer import InnerOptimizer, Matrices, Muon, Workspace, moment_sizes
 from noloco_node.training.layout import FlatLayout, LayoutEntry
 from tests.reference import orthogonal
-from tests.training.made_trainers import make_trainer
+from tests.training.made_trainers import make_trainer, moments_of
 from tests.worlds import micro_spec, window_batch
 
 RATE = 0.05
@@ -118,14 +118,14 @@ def test_one_moment_of_the_matrices_is_kept() -> None:
     for first in range(3):
         trainer.loss(*window_batch(range(first, first + 4)))
         trainer.step(1e-2)
-    state = trainer.optimizer_state()
+    state = moments_of(trainer)
     assert all(bool(state[name].any()) for name in trainer.moment_sizes)
     other.load(trainer.master, state)
     for each in (trainer, other):
         each.loss(*window_batch(range(4)))
         each.step(1e-2)
     assert torch.equal(trainer.master, other.master)
-    assert int(other.optimizer_state()["optimizer_steps"]) == 4
+    assert int(moments_of(other)["optimizer_steps"]) == 4
 
 
 def test_a_stage_without_matrices_is_adamws_alone() -> None:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from noloco_node.config.run_spec import OuterSpec
+from noloco_node.training import host_copies
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.stage_trainer import StageTrainer
 from tests.training.late_streams import late_copies
-from tests.training.made_trainers import lone_worker, make_trainer
+from tests.training.made_trainers import lone_worker, make_trainer, moments_of
 from tests.worlds import WINDOWS, micro_spec, window_batch
 
 
@@ -57,7 +58,7 @@ def test_nothing_else_changes_the_weights_under_a_snapshot(change: str, late: Ca
     if change == "an outer step":
         trainer.add_to_weights(torch.ones_like(room))
     else:
-        trainer.load(torch.ones_like(room), trainer.optimizer_state())
+        trainer.load(torch.ones_like(room), moments_of(trainer))
     assert not torch.equal(trainer.master, before)
     assert under_way is not None
     under_way()
@@ -79,6 +80,29 @@ async def test_an_outer_step_by_copies_beside_the_training_is_bitwise_the_same(l
             _, state = await worker.joiner_state()
             found.append([taken, *state.values()])
     assert all(torch.equal(here, beside) for here, beside in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+async def test_a_state_that_is_taken_over_crosses_in_pieces_by_memory_that_is_never_paged_out(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All vectors of it, one piece at a time: a driver copies from other memory at a fraction of the pace."""
+    monkeypatch.setattr(host_copies, "PIECE", 1000)
+    copies, streams = late_copies(monkeypatch)
+    spec = micro_spec(stages=1, inner={"optimizer": optimizer})
+    async with lone_worker(spec, copies) as (worker, trainer, _):
+        sizes = {name: shape for name, (_, shape) in worker.state_sizes().items() if shape}
+        state = {name: torch.rand(shape) for name, shape in sizes.items()} | {"optimizer_steps": torch.tensor(3)}
+        await worker.load_full_state(1024.0, 1, state)
+        assert sum(copy.to.numel() for copy in streams.copies) == trainer.layout.size + sum(
+            trainer.moment_sizes.values()
+        )
+        assert max(copy.to.numel() for copy in streams.copies) == 1000
+        assert streams.held == 0
+        trainer.load_gradient(state["fast"], 8, 1.0)
+        assert torch.equal(trainer.gradient, state["fast"])
+        _, found = await worker.joiner_state()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
 async def test_what_an_outer_step_holds_a_device_for_is_told_by_the_devices_clock(

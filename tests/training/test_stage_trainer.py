@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from noloco_node.model.stage import build_stage
 from noloco_node.training.stage_trainer import StageTrainer
 from tests.inside import optimizer_of
-from tests.training.made_trainers import flat_gradient, make_trainer
+from tests.training.made_trainers import flat_gradient, make_trainer, moments_of
 from tests.worlds import WINDOWS, micro_spec, window_batch
 
 
@@ -61,9 +61,9 @@ def test_another_state_takes_the_place_of_the_one_that_was_trained() -> None:
         each.loss(*window_batch(range(first, first + WINDOWS)))
         each.step(1e-3)
     places = [part.data_ptr() for state in optimizer_of(trainer).state.values() for part in state.values()]
-    trainer.load(other.master, other.optimizer_state())
+    trainer.load(other.master, moments_of(other))
     parts = [part for state in optimizer_of(trainer).state.values() for part in state.values()]
     assert [part.data_ptr() for part in parts] == places
-    loaded, wanted = trainer.optimizer_state(), other.optimizer_state()
+    loaded, wanted = moments_of(trainer), moments_of(other)
     assert loaded["optimizer_steps"] == 2
     assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)

@@ -16,7 +16,7 @@ from noloco_node.pipeline.messages import HopFailed
 from noloco_node.training import progress, stage_worker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
 from tests.support import eventually
-from tests.training.made_trainers import lone_worker, make_trainer
+from tests.training.made_trainers import lone_worker, make_trainer, moments_of
 from tests.worlds import (
     LENGTH,
     MICROBATCH,
@@ -42,14 +42,14 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_changes_nothing() -> N
     inputs, labels = window_batch(range(WINDOWS))
     trainer.loss(inputs, labels)
     assert not trainer.step(1e-3).skipped
-    weights, state = trainer.master.clone(), trainer.optimizer_state()
+    weights, state = trainer.master.clone(), moments_of(trainer)
     trainer.loss(inputs, labels)
     trainer.gradient[17] = math.nan
     result = trainer.step(1e-3)
     assert result.skipped
     assert result.tokens == MICROBATCH
     assert torch.equal(trainer.master, weights)
-    assert all(torch.equal(value, state[name]) for name, value in trainer.optimizer_state().items())
+    assert all(torch.equal(value, state[name]) for name, value in moments_of(trainer).items())
     assert trainer.tokens_accumulated == 0
     trainer.loss(inputs, labels)
     assert not trainer.step(1e-3).skipped
@@ -108,7 +108,7 @@ async def test_a_run_of_one_stage_survives_a_loss_that_is_not_finite() -> None:
         assert replica.pipeline.origin.held == replica.worker.progress.tokens == 0
         with pytest.raises(HopFailed):
             await replica.pipeline.origin.evaluate(window_rows(range(4)))
-        trainer.load(sound, trainer.optimizer_state())
+        trainer.load(sound, moments_of(trainer))
         await replica.pipeline.origin.train_one()
         assert ledger.trained == 1
 
@@ -253,6 +253,6 @@ async def test_a_refused_microbatch_takes_no_step() -> None:
         with pytest.raises(MicrobatchNotFinite):
             await worker.evaluate_loss(inputs, labels)
         assert not reports
-        trainer.load(sound, trainer.optimizer_state())
+        trainer.load(sound, moments_of(trainer))
         assert trainer.tokens_accumulated == MICROBATCH
         assert worker.live_versions == 1
