@@ -34,7 +34,7 @@ class ActivationGraph:
     entry: float
     """The activations at a stage's door."""
     peak: float
-    """Gradients inside one layer while it is differentiated."""
+    """Gradients inside one layer while it is differentiated, a norm's in fp32 among them."""
 
 
 def graph_of(
@@ -65,7 +65,7 @@ def graph_of(
         head=shape.norm(hidden, 1, on_stream) + element * hidden,
         logits=float(vocabulary * HEAD_TENSORS * FP32),
         entry=float((FP32 if autocast else element) * hidden),
-        peak=float(element * (3 * shape.inner + 2 * hidden)),
+        peak=float(element * (3 * shape.inner + 2 * hidden) + FP32 * hidden),
     )
 
 

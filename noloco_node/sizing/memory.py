@@ -33,9 +33,9 @@ GIVEN_VECTORS = 2
 HALF_BYTES = 2
 ID_BYTES = 4
 """The bytes of a token's number, or of a label."""
-BESIDE_A_LAYER = 6
+BESIDE_A_LAYER = 4
 """The number of tensors of the size of a microbatch's activations that lie beside a layer's backward: inputs, outputs,
-the gradient that was given, that of the residual stream, and a norm's, which is fp32 and counts twice."""
+the gradient that was given, and that of the residual stream."""
 PROGRAM_BYTES = 480 << 20
 """The bytes of the program before any weight. Python, torch, transformers and hivemind take 466 MiB, as
 `benchmarks.memory` measured it on the processor. CUDA's own memory is not in it."""
@@ -85,6 +85,8 @@ class StageMemory:
     coding: int
     """What the arithmetic of an outer step takes of the device for one chunk. Only where the device has memory of its
     own. It is over before the correction is brought."""
+    wider: int
+    """The bytes by which Muon's rooms are larger on a processor, where they are fp32."""
     rounding: int
     """The bytes by which the host's memory for the snapshot is larger than the snapshot. torch takes what is never
     paged out in powers of two. This is only for a device with memory of its own."""
@@ -130,7 +132,7 @@ class StageMemory:
     def _divided(self, host: int, *, own_memory: bool) -> Memory:
         if own_memory:
             return Memory(self.on_device, host + self.ahead + self.rounding)
-        return Memory(0, self._computing + host)
+        return Memory(0, self._computing + self.wider + host)
 
     @property
     def _computing(self) -> int:
@@ -198,7 +200,7 @@ def _stage_memory(
     return StageMemory(
         weights=precision.masters.itemsize * count,
         gradient=precision.masters.itemsize * count,
-        moments=precision.masters.itemsize * moments + FP32 * footprint.workspace[stage],
+        moments=precision.masters.itemsize * moments + HALF_BYTES * footprint.workspace[stage],
         versions=precision.published.itemsize * (versions * count + footprint.fixed)
         + HALF_BYTES * footprint.fixed * precision.autocast
         + footprint.fixed_bytes,
@@ -207,6 +209,7 @@ def _stage_memory(
         ahead=(MOST_AHEAD + 1) * _inputs(run, footprint, stage),
         correction=FP32 * math.ceil(count / run.outer.fragments),
         coding=device_bytes(codec.values_within(run.limits.chunk_bytes), count) if codec.on_a_device else 0,
+        wider=(FP32 - HALF_BYTES) * footprint.workspace[stage],
         rounding=(1 << (FP32 * count - 1).bit_length()) - FP32 * count,
         outer=FP32 * (OUTER_VECTORS + beside) * count + learnt_bytes(count),
         exchange=(2 if codec.modulo else 1) * codec.wire_bytes(count),
@@ -233,7 +236,7 @@ def _microbatch(run: RunSpec, footprint: Footprint, stage: int) -> tuple[int, in
     layers = graph.layers[first : first + footprint.layers[stage]]
     last = stage == run.stages - 1
     in_a_layer = BESIDE_A_LAYER * graph.entry + graph.peak
-    rest = graph.entry + (graph.head + graph.logits if last else in_a_layer)
+    rest = graph.entry + max(in_a_layer, graph.head + graph.logits if last else 0.0)
     inputs = len(layers) * graph.entry
     match run.inner.backward:
         case "keep":
@@ -241,7 +244,7 @@ def _microbatch(run: RunSpec, footprint: Footprint, stage: int) -> tuple[int, in
         case "recompute":
             left, whole = graph.entry, sum(layers) + rest
         case "checkpoint":
-            left, whole = inputs + 2 * graph.entry, inputs + max(max(layers) + graph.entry + in_a_layer, rest)
+            left, whole = inputs + graph.entry, inputs + max(max(layers) + graph.entry + in_a_layer, rest)
     at_the_end = max(layers) + graph.entry + in_a_layer
     return math.ceil(tokens * left), math.ceil(tokens * whole), math.ceil(tokens * at_the_end)
 

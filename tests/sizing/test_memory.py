@@ -74,7 +74,7 @@ def test_vectors_and_rooms_of_muon_are_counted() -> None:
     muon = InnerOptimizer(trainer.layout, trainer.master, trainer.gradient, run.inner).muon
     assert muon is not None
     planned = needs(run)[1]
-    assert planned.moments == 4 * moments + muon.workspace_bytes
+    assert planned.moments + planned.wider == 4 * moments + muon.workspace_bytes
     plain = needs(changed(run, "inner", optimizer="adamw"))[1]
     assert plain.saved - planned.saved == plain.spooled - planned.spooled == 4 * (2 * count - moments)
     assert footprint_of(run).state_bytes[1] == 4 * (2 * count + moments)
@@ -193,7 +193,7 @@ async def test_what_crosses_beside_calls_is_counted_where_a_device_has_memory_of
     assert planned.ahead == (MOST_AHEAD + 1) * sum(tensor.nbytes for tensor in sent)
     own, processor = planned.total(own_memory=True), planned.total(own_memory=False)
     crossing = max(planned.correction, planned.coding) + planned.rounding
-    assert own.device + own.host == processor.host + 2 * planned.ahead + crossing
+    assert own.device + own.host == processor.host - planned.wider + 2 * planned.ahead + crossing
 
 
 def test_this_machine_has_memory_for_a_tiny_model() -> None:

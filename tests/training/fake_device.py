@@ -4,7 +4,8 @@
 
 Each case is a configuration, a stage and changes of settings; each gives a line of JSON. torch knows one such device a
 process, so tests start a process for it. Tensors have shapes and devices and no numbers: a stage of billions of weights
-takes milliseconds. Two devices in one operation are an error, as on a GPU.
+takes milliseconds. Two devices in one operation are an error, as on a GPU. torch takes SiLU's backward apart there,
+which is one kernel of a GPU, so that a layer's highest is up to an inner width or two above a GPU's.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from torch.utils._pytree import tree_leaves
 from noloco_node.config.load import load_config
 from noloco_node.model.stage import stage_without_weights
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.memory import memory_of
+from noloco_node.sizing.memory import held_microbatches, memory_of
 from noloco_node.training import stage_trainer
 from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext, carried_dtype
+from tests.training.made_trainers import moments_of
 
 NAME = "fakegpu"
 ALIGNED = 512
@@ -71,10 +73,11 @@ class Living(TorchDispatchMode):
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Tensor:
-    """Attention as a GPU has it: no table of all pairs is held. In fp32 it is the memory-efficient one."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
+    """Attention as a GPU has it: no table of all pairs is held, and heads share their keys and values as they are. In
+    fp32 it is the memory-efficient one, which wants them for each head."""
     if query.dtype == torch.float32:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         return efficient(query, key, value, None, True, 0.0, True, scale=scale)[0]
     return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, False, scale=scale)[0]
@@ -122,10 +125,12 @@ def refuses_to_mix() -> None:
 
 
 def case(name: str, index: int, changes: list[str]) -> dict[str, Any]:
-    """A microbatch and an inner step; then a state is read and loaded, an evaluation, and a correction is added."""
+    """As many microbatches as may be under way, each with weights of its own, and newer ones beside them; and an inner
+    step. Then a state is read and loaded, an evaluation, and a correction is added."""
     config = load_config(Path(name), changes)
-    run = config.run
-    need = memory_of(run, config.node, footprint_of(run), run.most_sharing)[index]
+    run, node = config.run, config.node
+    need = memory_of(run, node, footprint_of(run), run.most_sharing)[index]
+    held = held_microbatches(node, node.most_in_flight(run.microbatches_a_step(1)), index, run.stages)
     stage = stage_without_weights(run.model, index)
     put(stage, "cpu")
     wire = carried_dtype(run.pipeline.activations)
@@ -136,17 +141,15 @@ def case(name: str, index: int, changes: list[str]) -> dict[str, Any]:
     with Living() as living:
         refuses_to_mix()
         trainer = StageTrainer(stage, run.inner, device=f"{NAME}:0", wire_dtype=wire)
-
-        def microbatch() -> None:
-            if stage.cut.is_last:
-                trainer.loss(inputs, ids, later)
-                return
-            passage = ForwardContext(ids=later)
-            trainer.forward(inputs, passage)
-            trainer.backward(passage, carried, 1.0, ids.numel())
-
         built = living.most = living.now
-        microbatch()
+        passages = [ForwardContext(ids=later) for _ in range(held)]
+        for passage in passages:
+            trainer.forward(inputs, passage)
+            trainer.versions.publish(trainer.master)
+        for passage in passages:
+            trainer.backward(passage, carried, 1.0, ids.numel())
+        if stage.cut.is_last:
+            trainer.loss(inputs, ids, later)
         trainer.step(1e-4)
         peak = living.most
         frozen = FrozenState()
@@ -154,15 +157,13 @@ def case(name: str, index: int, changes: list[str]) -> dict[str, Any]:
         room = frozen.collect()
         assert {tensor.device.type for tensor in room.values()} == {"cpu"}
         trainer.add_to_weights(trainer.bring(room["fast"]), slice(None))
-        trainer.load(room["fast"], trainer.optimizer_state())
+        trainer.load(room["fast"], moments_of(trainer))
         if stage.cut.is_last:
             trainer.evaluate_loss(inputs, ids, later)
         else:
             trainer.evaluate(inputs, ids=later)
-    one_version = trainer.versions.current.flat.nbytes
-    beside = need.versions % one_version  # what is fixed
-    at_once = need.weights + need.gradient + need.moments + one_version + beside + need.at_work
-    return {"config": name, "stage": index, "built": built, "peak": peak, "planned": at_once}
+    planned = need.on_device - need.arriving
+    return {"config": name, "stage": index, "changes": changes, "built": built, "peak": peak, "planned": planned}
 
 
 def main(cases: list[tuple[str, int, list[str]]]) -> None:
