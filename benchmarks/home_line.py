@@ -28,6 +28,7 @@ from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.model.cut import build_config
 from noloco_node.simulator.report import table_of
 from noloco_node.sizing.advice import loads_of, outlook_on, step_microbatches
+from noloco_node.sizing.devices import Device
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
 from noloco_node.telemetry.events import Account
@@ -194,7 +195,8 @@ class Home:
 
     def planned_in_full(self) -> UtilisationOutlook:
         """What it says of the real ones, as `config validate` prints it."""
-        return outlook_on(self.full, self.full_footprint, self.link, self.flop_per_second)
+        device = Device("the real one", self.flop_per_second, None)
+        return outlook_on(self.full, self.full_footprint, self.link, device)
 
 
 def outer_share(loads: Sequence[StageLoad], between: int) -> float:

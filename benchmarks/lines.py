@@ -20,11 +20,10 @@ from noloco_node.config.load import Config, load_config
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
 from noloco_node.simulator.report import table_of
-from noloco_node.sizing.advice import arithmetic_seconds, loads_of, step_microbatches, under_way
+from noloco_node.sizing.advice import arithmetic_seconds, does_arithmetic, planned_loads, step_microbatches, under_way
 from noloco_node.sizing.devices import Device, bytes_a_second, device_by_name, seconds
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import planned_memory
-from noloco_node.sizing.screen import does_arithmetic
 from noloco_node.sizing.utilisation import Link, outlook_of
 
 
@@ -69,19 +68,18 @@ class Pace:
     """Inner steps from one exchange to the next then."""
 
 
-def pace_of(
-    method: Method, config: Config, footprint: Footprint, link: Link, flop_per_second: float, *, on_card: bool = False
-) -> Pace:
+def pace_of(method: Method, config: Config, footprint: Footprint, link: Link, device: Device) -> Pace:
     """Of the replicas of a configuration, at the method's own H. Pure arithmetic."""
     share, replicas = step_microbatches(config), config.local_swarm.replicas
-    pairs = zip(loads_of(config.run, footprint, flop_per_second, share), footprint.parameters, strict=True)
+    planned = planned_loads(config, footprint, device)
+    on_card = does_arithmetic(device, planned_memory(config, footprint))
     arithmetic = arithmetic_seconds(method.codec, on_card=on_card)
     loads = [
         replace(load, outer_bytes=method.sent(count, replicas), outer_arithmetic=arithmetic * count)
-        for load, count in pairs
+        for load, count in zip(planned, footprint.parameters, strict=True)
     ]
     trained = [replace(load, outer_bytes=0.0, outer_arithmetic=0.0) for load in loads] if method.waits else loads
-    in_flight = under_way(config, footprint, link, flop_per_second)
+    in_flight = under_way(config, planned, link)
     outlook = outlook_of(trained, link, in_flight=in_flight, h=method.h, step_microbatches=share)
     step = share / outlook.microbatches_a_second
     if method.waits:
@@ -103,8 +101,7 @@ def table(config: Config, lines: Sequence[str], round_trip: float, device: Devic
     footprint, replicas = footprint_of(config.run), config.local_swarm.replicas
     rows = [["method", "exchanged for an inner step", *(f"{line}/s" for line in lines)]]
     links = [Link(bytes_a_second(line), round_trip) for line in lines]
-    flop, on_card = device.flop_per_second, does_arithmetic(device, planned_memory(config, footprint))
-    paces = [[pace_of(each, config, footprint, link, flop, on_card=on_card) for link in links] for each in METHODS]
+    paces = [[pace_of(each, config, footprint, link, device) for link in links] for each in METHODS]
     for method, own in zip(METHODS, paces, strict=True):
         sent = method.sent(max(footprint.parameters), replicas) / method.h
         cells = (cell(pace, reference, steps) for pace, reference in zip(own, paces[0], strict=True))

@@ -15,6 +15,7 @@ from benchmarks.command import command, device, folder_with, positive, results_f
 from noloco_node.config.files import find_config
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.sizing.devices import Device
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.utilisation import Link
 
@@ -178,12 +179,13 @@ def test_a_ring_is_waited_for_and_an_exchange_beside_the_training_where_it_is_lo
     assert ring.sent(most, replicas) == pytest.approx(2 * (replicas - 1) / replicas * 2 * most)
 
     def paces(uplink: float, flop_per_second: float = 1e12) -> list[lines.Pace]:
-        return [lines.pace_of(each, config, footprint, Link(uplink, 0.0), flop_per_second) for each in (ring, own)]
+        device = Device("card", flop_per_second, None)
+        return [lines.pace_of(each, config, footprint, Link(uplink, 0.0), device) for each in (ring, own)]
 
     free, beside = paces(1e18, 1e9)
     assert free.seconds == pytest.approx(beside.seconds)
     slow, narrow = paces(1e5)
-    trained = lines.pace_of(replace(ring, tensors=0), config, footprint, Link(1e5, 0.0), 1e12)
+    trained = lines.pace_of(replace(ring, tensors=0), config, footprint, Link(1e5, 0.0), Device("card", 1e12, None))
     assert slow.seconds - trained.seconds == pytest.approx(ring.sent(most, replicas) / 1e5)
     assert narrow.unwaited <= narrow.seconds < slow.seconds
     assert (narrow.steps > own.h) == (narrow.unwaited < narrow.seconds)

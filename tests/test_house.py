@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_570,
-    "lines of the tests": 60_720,
+    "lines of the package": 60_564,
+    "lines of the tests": 60_821,
     "lines of benchmarks and deploy": 4_605,
     "module-level numbers": 509,
     "files of the package": 294,

@@ -46,7 +46,7 @@ def print_sized_plan(config: Config, device: str | None, uplink: str | None, rou
         from noloco_node.sizing.advice import check_outer_steps, expect
         from noloco_node.sizing.footprint import footprint_of
         from noloco_node.sizing.memory import planned_memory
-        from noloco_node.sizing.screen import does_arithmetic, expectation_lines, memory_lines
+        from noloco_node.sizing.screen import expectation_lines, memory_lines
         from noloco_node.sizing.utilisation import Link
 
     footprint = footprint_of(config.run)
@@ -54,12 +54,10 @@ def print_sized_plan(config: Config, device: str | None, uplink: str | None, rou
     if device is not None:
         link = Link(link_rate, link_delay)
         named = device_by_name(device, config.run.inner.precision)
-        needs = planned_memory(config, footprint)
-        speed, on_card = named.flop_per_second, does_arithmetic(named, needs)
-        found = expect(config, link, speed, on_card=on_card)
+        found = expect(config, link, named)
         if uplink is None:
-            check_outer_steps(config, footprint, link, speed, on_card=on_card)
-        lines += expectation_lines(config, named, link, found, needs)
+            check_outer_steps(config, footprint, link, named)
+        lines += expectation_lines(config, named, link, found, planned_memory(config, footprint))
     print("\n".join(lines))
     sys.stdout.flush()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
+from noloco_node.sizing.devices import Device
 from noloco_node.sizing.footprint import Footprint, footprint_of
-from noloco_node.sizing.memory import planned_in_flight, planned_memory
+from noloco_node.sizing.memory import StageMemory, planned_in_flight, planned_memory
 from noloco_node.sizing.traffic import traffic_of
 from noloco_node.sizing.utilisation import Limit, Link, StageLoad, UtilisationOutlook, outlook_of
 
@@ -75,8 +76,13 @@ def arithmetic_seconds(codec: CodecName, *, on_card: bool) -> float:
     return CARD_SECONDS.get(codec, CODEC_SECONDS[codec]) if on_card else CODEC_SECONDS[codec]
 
 
-def expect(config: Config, link: Link, flop_per_second: float, *, on_card: bool = False) -> Expectation:
-    """On devices that reach so much and links like that. Loads transformers; UserError as `footprint_of`."""
+def does_arithmetic(device: Device, needs: Sequence[StageMemory]) -> bool:
+    """Whether a device does the arithmetic of outer steps: all that a stage takes has room, with a chunk of it."""
+    return device.memory is not None and max(need.on_device for need in needs) <= device.memory
+
+
+def expect(config: Config, link: Link, device: Device) -> Expectation:
+    """On such devices and links. Loads transformers; UserError as `footprint_of`."""
     known: dict[tuple[int, int | None], Footprint] = {}
 
     def footprint(of: Config) -> Footprint:
@@ -86,25 +92,22 @@ def expect(config: Config, link: Link, flop_per_second: float, *, on_card: bool 
             known[key] = footprint_of(of.run)
         return known[key]
 
-    def outlook(of: Config) -> UtilisationOutlook:
-        return outlook_on(of, footprint(of), link, flop_per_second, on_card=on_card)
-
     def device_bytes(of: Config) -> int:
         return max(need.on_device for need in planned_memory(of, footprint(of)))
 
-    now, before = outlook(config), device_bytes(config)
+    now, before = outlook_on(config, footprint(config), link, device), device_bytes(config)
     found: list[Suggestion] = []
     in_vain: list[str] = []
-    kept = under_way(config, footprint(config), link, flop_per_second, on_card=on_card)
+    loads = planned_loads(config, footprint(config), device)
+    kept = under_way(config, loads, link)
     for change in _changes(config, kept, now.limit):
         other = _changed(config, change)
-        share = outlook(other).share
+        share = outlook_on(other, footprint(other), link, device).share
         if share < WORTH_SAYING * now.share:
             in_vain.append(_words(change)[0])
         else:
             found.append(Suggestion(_words(change), share, device_bytes(other) - before))
     found.sort(key=lambda suggestion: -suggestion.share)
-    loads = loads_of(config.run, footprint(config), flop_per_second, step_microbatches(config))
     return Expectation(
         outlook=now,
         under_way=kept,
@@ -114,30 +117,31 @@ def expect(config: Config, link: Link, flop_per_second: float, *, on_card: bool 
     )
 
 
-def outlook_on(
-    config: Config, footprint: Footprint, link: Link, flop_per_second: float, *, on_card: bool = False
-) -> UtilisationOutlook:
+def planned_loads(config: Config, footprint: Footprint, device: Device) -> list[StageLoad]:
+    """What a microbatch asks of each stage on such devices."""
+    on_card = does_arithmetic(device, planned_memory(config, footprint))
+    return loads_of(config.run, footprint, device.flop_per_second, step_microbatches(config), on_card=on_card)
+
+
+def outlook_on(config: Config, footprint: Footprint, link: Link, device: Device) -> UtilisationOutlook:
     """What the configuration gives, as it is."""
-    share = step_microbatches(config)
+    loads = planned_loads(config, footprint, device)
     return outlook_of(
-        loads_of(config.run, footprint, flop_per_second, share, on_card=on_card),
+        loads,
         link,
-        in_flight=under_way(config, footprint, link, flop_per_second, on_card=on_card),
+        in_flight=under_way(config, loads, link),
         h=config.run.outer.inner_steps,
-        step_microbatches=share,
+        step_microbatches=step_microbatches(config),
     )
 
 
-def check_outer_steps(
-    config: Config, footprint: Footprint, link: Link, flop_per_second: float, *, on_card: bool = False
-) -> None:
+def check_outer_steps(config: Config, footprint: Footprint, link: Link, device: Device) -> None:
     """Raise UserError (CONFIG) where an outer step behind the node's bound, which `link` has, lasts longer than the H
     inner steps to the next one."""
     bound, steps = config.node.uplink_mbit, config.run.outer.inner_steps
 
     def outlook(count: int) -> UtilisationOutlook:
-        changed = _changed(config, {"run.outer.inner_steps": count})
-        return outlook_on(changed, footprint, link, flop_per_second, on_card=on_card)
+        return outlook_on(_changed(config, {"run.outer.inner_steps": count}), footprint, link, device)
 
     found = outlook(steps)
     if bound is None or found.outer_by_arithmetic or found.inner_steps <= steps:
@@ -159,19 +163,14 @@ def step_microbatches(config: Config) -> int:
     return config.run.microbatches_a_step(config.local_swarm.replicas)
 
 
-def under_way(
-    config: Config, footprint: Footprint, link: Link, flop_per_second: float, *, on_card: bool = False
-) -> int:
+def under_way(config: Config, loads: Sequence[StageLoad], link: Link) -> int:
     """Microbatches that a first-stage replica keeps under way: what is set, or what `auto` comes to there."""
-    run, node = config.run, config.node
-    if node.in_flight != "auto":
-        return node.in_flight
-    share = step_microbatches(config)
-    loads = loads_of(run, footprint, flop_per_second, share, on_card=on_card)
+    if config.node.in_flight != "auto":
+        return config.node.in_flight
+    h, share = config.run.outer.inner_steps, step_microbatches(config)
 
     def rate(count: int) -> float:
-        outlook = outlook_of(loads, link, in_flight=count, h=run.outer.inner_steps, step_microbatches=share)
-        return outlook.microbatches_a_second
+        return outlook_of(loads, link, in_flight=count, h=h, step_microbatches=share).microbatches_a_second
 
     most = planned_in_flight(config)
     return next(count for count in range(1, most + 1) if rate(count) >= AUTO_AIM * rate(most))

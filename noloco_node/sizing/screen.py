@@ -9,7 +9,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PrecisionName, RunSpec
 from noloco_node.errors import SHOWN
 from noloco_node.outer import CodecName
-from noloco_node.sizing.advice import CARD_SECONDS, Expectation, loads_of, step_microbatches
+from noloco_node.sizing.advice import CARD_SECONDS, Expectation, does_arithmetic, loads_of, step_microbatches
 from noloco_node.sizing.devices import Device, device_by_name, peak_of
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import (
@@ -196,11 +196,6 @@ def expectation_lines(
 def _arithmetic(codec: CodecName, device: Device, needs: Sequence[StageMemory]) -> str:
     on_card = does_arithmetic(device, needs) and codec in CARD_SECONDS
     return "arithmetic on the device (an estimate, not measured)" if on_card else "one host thread's arithmetic"
-
-
-def does_arithmetic(device: Device, needs: Sequence[StageMemory]) -> bool:
-    """Whether a device does the arithmetic of outer steps: all that a stage takes has room, with a chunk of it."""
-    return device.memory is not None and max(need.on_device for need in needs) <= device.memory
 
 
 def _fits(device: Device, needs: Sequence[StageMemory]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from noloco_node.sizing.advice import (
     expect,
     fitting_rank,
     outlook_on,
+    planned_loads,
     under_way,
 )
-from noloco_node.sizing.devices import REACHED, bytes_a_second, device_by_name, seconds
+from noloco_node.sizing.devices import REACHED, Device, bytes_a_second, device_by_name, seconds
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import planned_memory
 from noloco_node.sizing.preflight import plan, plan_lines, plan_run
@@ -28,16 +30,17 @@ from noloco_node.sizing.screen import expectation_lines, memory_lines
 from noloco_node.sizing.utilisation import Link
 
 HOME = Link(2.5e6, 0.1)
-SPEED = 2e11
+SLOW = Device("slow", 2e11, None)
+QUICK = Device("quick", 1e13, None)
 
 
 def test_every_suggestion_gives_what_it_says() -> None:
     """The file, loaded with the settings that are named, has that share; and each is better than what there is."""
-    found = expect(load_config(Path("tiny")), HOME, SPEED)
+    found = expect(load_config(Path("tiny")), HOME, SLOW)
     assert found.suggestions
     for suggestion in found.suggestions:
         changed = load_config(Path("tiny"), suggestion.settings)
-        outlook = outlook_on(changed, footprint_of(changed.run), HOME, SPEED)
+        outlook = outlook_on(changed, footprint_of(changed.run), HOME, SLOW)
         assert outlook.share == pytest.approx(suggestion.share)
         assert outlook.share > found.outlook.share
     assert [s.share for s in found.suggestions] == sorted((s.share for s in found.suggestions), reverse=True)
@@ -51,16 +54,16 @@ def test_every_codec_has_a_cost() -> None:
 def test_a_subspace_is_advised_where_a_line_limits_and_the_model_can_be_in_one() -> None:
     """It gives what the file with it gives, and is not named where the device limits or weights are there already."""
     config = load_config(Path("tiny"))
-    found = expect(config, HOME, 50 * SPEED)
+    found = expect(config, HOME, QUICK)
     told = next(each for each in found.suggestions if each.settings[0] == "run.model.subspace_rank=32")
     changed = load_config(Path("tiny"), told.settings)
     footprint = footprint_of(changed.run)
-    assert outlook_on(changed, footprint, HOME, 50 * SPEED).share == pytest.approx(told.share)
+    assert outlook_on(changed, footprint, HOME, QUICK).share == pytest.approx(told.share)
     assert told.share > 2 * found.outlook.share
     assert footprint.cut_width == 32
     assert sum(footprint.parameters) < sum(footprint_of(config.run).parameters)
     assert sum(footprint.flop_per_token) < sum(footprint_of(config.run).flop_per_token)
-    names = [each.settings[0] for each in expect(config, Link(1e9, 0.0), SPEED / 100).suggestions]
+    names = [each.settings[0] for each in expect(config, Link(1e9, 0.0), Device("slower", 2e9, None)).suggestions]
     assert not any("subspace" in name for name in names)
     for changes in ({"fingerprint": "weights-" + "0" * 32}, {"subspace_rank": 64}, {"config": _TIED, "stages": 1}):
         assert fitting_rank(config.run.model.model_copy(update=changes)) is None
@@ -69,7 +72,7 @@ def test_a_subspace_is_advised_where_a_line_limits_and_the_model_can_be_in_one()
 def test_a_fixed_part_that_is_too_small_is_warned_of() -> None:
     """In a subspace the embedding's fixed part never grows; one of the right size is part of what is advised."""
     bare = ["run.model.embedding_std=null"]
-    told = expect(load_config(Path("tiny"), bare), HOME, 50 * SPEED).suggestions
+    told = expect(load_config(Path("tiny"), bare), HOME, QUICK).suggestions
     assert any("run.model.embedding_std=0.3" in each.settings for each in told)
     warned = plan(load_config(Path("tiny"), [*bare, "run.model.subspace_rank=64"])).warnings
     assert any("embedding_std is not set" in line for line in warned)
@@ -102,10 +105,10 @@ def test_auto_is_planned_to_keep_what_an_origin_keeps_that_sees_the_planned_rate
 
     def rate(number: int) -> Rate:
         config = load_config(Path("tiny"), [f"node.in_flight={number}", "run.inner.global_batch_tokens=65536"])
-        return Rate(outlook_on(config, footprint, link, SPEED).microbatches_a_second, window=1)
+        return Rate(outlook_on(config, footprint, link, SLOW).microbatches_a_second, window=1)
 
     seen = {number: rate(number) for number in range(1, AUTO_MOST + 1)}
-    assert under_way(config, footprint, link, SPEED) == next_limit(seen, 1, AUTO_MOST)
+    assert under_way(config, planned_loads(config, footprint, SLOW), link) == next_limit(seen, 1, AUTO_MOST)
 
 
 def test_auto_is_planned_by_one_number_for_memory_speed_and_advice() -> None:
@@ -114,7 +117,7 @@ def test_auto_is_planned_by_one_number_for_memory_speed_and_advice() -> None:
     footprint, one = footprint_of(config.run), load_config(Path("tiny"), ["node.in_flight=1"])
     assert planned_memory(config, footprint) == planned_memory(one, footprint)
     assert "at most 1 under way" in "\n".join(memory_lines(config, footprint))
-    found = expect(config, HOME, SPEED)
+    found = expect(config, HOME, SLOW)
     assert found.under_way == 1
     more = [each.more_memory for each in found.suggestions if each.settings[0].startswith("node.in_flight")]
     assert more
@@ -129,16 +132,16 @@ def test_outer_steps_that_a_bounded_line_cannot_carry_in_their_turn_are_refused_
             for steps in (48, 4)
         )
         footprint, link = footprint_of(often.run), Link(bound / 8e-6, 0.1)
-        speed = device_by_name("RTX 4090", "bf16").flop_per_second
-        check_outer_steps(seldom, footprint, link, speed)
+        card = device_by_name("RTX 4090", "bf16")
+        check_outer_steps(seldom, footprint, link, card)
         with pytest.raises(UserError, match=r"run\.outer\.inner_steps is 4, too few for node\.uplink_mbit") as refused:
-            check_outer_steps(often, footprint, link, speed)
+            check_outer_steps(often, footprint, link, card)
         assert refused.value.exit_code is ExitCode.CONFIG
         least = refused.value.remedy.removeprefix("set run.outer.inner_steps to ").split()[0]
         enough = load_config(Path("consumer-24gb"), [f"node.uplink_mbit={bound}", f"run.outer.inner_steps={least}"])
-        check_outer_steps(enough, footprint, link, speed)
+        check_outer_steps(enough, footprint, link, card)
         unbound = load_config(Path("consumer-24gb"), ["run.outer.inner_steps=4"])
-        check_outer_steps(unbound, footprint, link, speed)
+        check_outer_steps(unbound, footprint, link, card)
 
 
 @pytest.mark.parametrize("on_card", [False, True])
@@ -146,9 +149,10 @@ def test_outer_steps_that_a_bounded_line_cannot_carry_in_their_turn_are_refused_
 def test_a_quick_line_never_hides_the_arithmetic_of_outer_steps(name: str, on_card: bool) -> None:
     """At 10 Gbit/s and more an outer step takes what its largest stage's weights take of a thread, or of a card."""
     config, device = load_config(Path(name)), device_by_name("H100", "bf16")
+    device = device if on_card else replace(device, memory=None)
     least = max(footprint_of(config.run).parameters) * arithmetic_seconds(config.run.outer.codec, on_card=on_card)
     for line in (1.25e9, 1e12):
-        found = expect(config, Link(line, 0.0), device.flop_per_second, on_card=on_card).outlook
+        found = expect(config, Link(line, 0.0), device).outlook
         assert found.outer_seconds >= least
     assert found.outer_by_arithmetic
 
@@ -159,7 +163,7 @@ def test_it_is_one_screen() -> None:
     footprint = footprint_of(config.run)
     device = device_by_name("H100", config.run.inner.precision)
     needs = planned_memory(config, footprint)
-    found = expect(config, HOME, device.flop_per_second)
+    found = expect(config, HOME, device)
     lines = [*memory_lines(config, footprint), *expectation_lines(config, device, HOME, found, needs)]
     assert len(lines) < 40
     assert max(map(len, lines)) <= 160, max(lines, key=len)
@@ -173,7 +177,7 @@ def test_what_would_not_fit_the_device_is_said_so() -> None:
     needs = planned_memory(config, footprint)
     for name, fits in (("RTX 4090", False), ("H100", True)):
         device = device_by_name(name, config.run.inner.precision)
-        lines = expectation_lines(config, device, HOME, expect(config, HOME, device.flop_per_second), needs)
+        lines = expectation_lines(config, device, HOME, expect(config, HOME, device), needs)
         (line,) = [line for line in lines if "run.model.stages=1" in line]
         assert line.endswith("which does NOT fit") != fits
 
@@ -207,6 +211,6 @@ def test_fp32_on_a_device_that_is_made_for_bf16_is_told_of() -> None:
         config = load_config(Path("tiny"), [f"run.inner.precision={precision}"])
         device = device_by_name("H100", config.run.inner.precision)
         needs = planned_memory(config, footprint_of(config.run))
-        lines = expectation_lines(config, device, HOME, expect(config, HOME, device.flop_per_second), needs)
+        lines = expectation_lines(config, device, HOME, expect(config, HOME, device), needs)
         found = [line for line in lines if "run.inner.precision=bf16 has 2 times the peak" in line]
         assert bool(found) is told

@@ -84,7 +84,7 @@ def test_a_consumers_card_holds_a_stage_of_its_file_and_works_on_a_home_line(siz
     config = load_config(Path(f"consumer-{size}gb"))
     footprint = footprint_of(config.run)
     device = device_by_name(card, config.run.inner.precision)
-    assert outlook_on(config, footprint, Link(2.5e6, 0.1), device.flop_per_second).share >= 0.75
+    assert outlook_on(config, footprint, Link(2.5e6, 0.1), device).share >= 0.75
     needs = planned_memory(config, footprint)
     assert size / 3 < max(need.on_device for need in needs) / GIB < 0.9 * size
     most = max(need.total(own_memory=True).host for need in needs)
