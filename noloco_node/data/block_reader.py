@@ -117,8 +117,6 @@ def cut_windows(documents: Iterable[Tokens], length: int, start: int = 0) -> Ite
             waiting, held = [joined[whole:]], held - whole
 
 
-OPEN_TURNS = 2
-"""The most blocks that may be taken and not drawn to their end: the present one and the next."""
 MOST_FAILED = 10
 """The number of different blocks in a row whose reading failed that ends the run of this node. If there are fewer
 blocks, it is all of them."""
@@ -211,9 +209,6 @@ class BlockReader:
     def _portion(self, made: _Made) -> Portion:
         position = BEGINNING if self._order is None else self._order.position
         rows = list(zip(self._rows, made.marks, strict=True))
-        with self._changed:
-            for row, marks in rows:
-                row.open += sum(mark.finished for mark in marks)
 
         def drawn() -> None:
             self._begins = position
@@ -256,8 +251,6 @@ class _RowReader:
         self._blocks, self.turns, self._changed = row.blocks, row.turns, changed
         self._failed = self._empty = 0
         self._failed_blocks: set[int] = set()
-        self.open = 0
-        """Blocks that end in portions which are not drawn yet."""
         self._broken: dict[str, UserError] = {}
         self._told: set[str] = set()
         """Names of these that were asked for."""
@@ -295,19 +288,15 @@ class _RowReader:
             if mark.finished:
                 self.turns.finished(mark.slot)
         with self._changed:
-            self.open -= sum(mark.finished for mark in marks)
             self._changed.notify_all()
 
     def _take(self) -> Turn | None:
         """The next turn; None once it is closed."""
         with self._changed:
             while not self.closed:
-                if self.open >= OPEN_TURNS:
-                    self._changed.wait()
-                elif (turn := self.turns.take()) is not None:
+                if (turn := self.turns.take()) is not None:
                     return turn
-                else:
-                    self._changed.wait(LOOK_SECONDS)
+                self._changed.wait(LOOK_SECONDS)
         return None
 
     def _read(self, turn: Turn) -> Generator[Tokens]:

@@ -29,6 +29,8 @@ LONGEST_TEXT = 16 << 20
 sixteenth."""
 BATCH_ROWS = 256
 JSON_CHARACTERS = LONGEST_TEXT // 16
+"""A JSON list is read in pieces as long as the documents of a longer text: either takes so much memory beside its file.
+"""
 _KINDS = {"int": "whole numbers", "float": "numbers", "bool": "true and false", "dict": "groups of fields"}
 _BETWEEN = re.compile(r"[\s,]*")
 

@@ -86,8 +86,9 @@ BEYOND_USUAL = 1.25
 RECENT = 64
 """Microbatches that came last: their losses say what is usual."""
 UNDERCUT = 1 / 16
-"""Share of recent microbatches below the usual loss: a source that sends all others does not make nonsense usual. It is
-also the share of the tokens taken in that may seem nonsense: enough to learn it by and by, should it be a text."""
+"""Share of recent microbatches below the usual loss: a source that sends all others does not make nonsense usual."""
+SHARE = 1 / 16
+"""Share of the tokens taken in that may seem nonsense: enough to learn it by and by, should it be a text."""
 
 
 class LossBound:
@@ -120,7 +121,7 @@ class LossBound:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         usual = self._sorted[int(UNDERCUT * len(self._sorted))]
         if not self.holds or loss <= max(self._guessing, BEYOND_USUAL * usual):
-            self._room = min(self._room + UNDERCUT * tokens, float(tokens))
+            self._room = min(self._room + SHARE * tokens, float(tokens))
             return True
         if self._room >= tokens:
             self._room -= tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from noloco_node.directory.clocks import median_clock
-from noloco_node.training.bounds import RECENT, UNDERCUT, LossBound
+from noloco_node.training.bounds import RECENT, SHARE, LossBound
 from noloco_node.transport.messages import Message
 from tests.swarm.test_pipeline import ask, request, serving_world
 from tests.training.made_trainers import make_trainer
@@ -53,7 +53,7 @@ def test_random_labels_have_a_sixteenth_of_the_training_and_cost_the_others_noth
         taken["text"] += 128
         for _ in range(nonsense_for_each):
             taken["nonsense"] += 128 * bound.takes_in(rng.uniform(5.4, 6.5), 128)
-    assert 0.9 * UNDERCUT < taken["nonsense"] / taken["text"] <= UNDERCUT
+    assert 0.9 * SHARE < taken["nonsense"] / taken["text"] <= SHARE
     assert bound.left_out == 2000 * nonsense_for_each - taken["nonsense"] // 128
 
 
