@@ -32,9 +32,9 @@ SPREAD = MOST_CLAIMS
 REACH, REACH_AT_LEAST = 32, 64
 """Slots a replica, and beside them: claims further beyond the median claim are not believed, since one far claim must
 not draw the others after it. A slot that nobody took is waited for within as many behind the others' claims."""
-LOOKS = 3
-"""A replica looks so often at the others' claims before it begins its first block, since at a common start all draw at
-once."""
+LOOKS = 2
+"""A replica looks so often at the others' claims before it begins a block that it has claimed: the reader takes several
+at once, and at a common start all draw at once."""
 FURTHEST = 1 << 40
 """No run comes so far. A peer that says so, even with most of the stage peers, draws nobody to where a slot cannot be
 told."""
@@ -132,18 +132,20 @@ class SharedTurns:
         self._own: dict[int, Claim] = {}
         """Slots that this replica holds, in the order in which it reads them; the last may be not begun yet."""
         self._live = 1
-        self._looks = 0
+        self._looks = self._drawn_at = 0
+        """Looks so far, and by when the last slot was drawn."""
         self._events: list[SlotEvent] = []
         self.counts = SlotCounts()
         self._kept = position if isinstance(position, SharedPosition) and position.row == row else None
 
     def take(self) -> Turn | None:
-        """The next slot; None before others were heard a few times, and while as many are begun as may be."""
+        """The next slot; None before others must have heard of the claim, and while as many are begun as may be."""
         with self._lock:
-            begun = sum(claim.begun for claim in self._own.values())
-            if begun >= MOST_BEGUN or self._looks < (1 if self._live == 1 else LOOKS):
+            if not self._looks or sum(claim.begun for claim in self._own.values()) >= MOST_BEGUN:
                 return None
             self._draw_next()
+            if self._live > 1 and self._looks - self._drawn_at < LOOKS:
+                return None
             claim = next(claim for claim in self._own.values() if not claim.begun)
             self._own[claim.slot] = Claim(claim.slot, claim.position, begun=True)
             self._note("begun", claim)
@@ -241,6 +243,7 @@ class SharedTurns:
             spread = 1 if self._live == 1 else max(1, min(SPREAD * self._live, self._row // 4))
             free = (slot for slot in count(self._base) if slot not in self._taken)
             self._claim(self._rng.choice(list(islice(free, spread))))
+            self._drawn_at = self._looks
             self._settle()
 
     def _goes_first(self, word: Said, slot: int) -> bool:

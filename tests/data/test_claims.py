@@ -39,7 +39,7 @@ def finish(turns: SharedTurns) -> None:
 
 def hear(turns: SharedTurns, *said: Said) -> None:
     """So often that it may begin."""
-    for _ in range(LOOKS):
+    for _ in range(1 + LOOKS):
         turns.heard(said, 1 + len(said))
 
 
@@ -140,13 +140,15 @@ def test_one_far_claim_draws_nobody_after_it() -> None:
 
 
 def test_a_pair_of_replicas_share_for_as_long_as_they_read() -> None:
-    """Each block takes as long as a look."""
+    """Each block takes two looks."""
     pair = {name: turns_of(name, row=400) for name in ("one", "two")}
     drawn: dict[str, list[int]] = {"one": [], "two": []}
-    for _ in range(120):
+    for look in range(240):
         words = [say(turns, name) for name, turns in pair.items()]
         for name, turns in pair.items():
             turns.heard(words, 2)
+            if look % 2:
+                continue
             finish(turns)
             turn = turns.take()
             if turn is not None:
@@ -205,7 +207,7 @@ def stopped(*names: str) -> tuple[dict[str, SharedPosition], set[int]]:
     finished: set[int] = set()
     for step in range(12):
         for name, turns in made.items():
-            turns.heard([say(other, each) for each, other in made.items() if each != name], len(made))
+            hear(turns, *(say(other, each) for each, other in made.items() if each != name))
             if (turn := turns.take()) is not None:
                 turns.reached(turn.slot, 7)
                 if step < 10:
@@ -226,7 +228,7 @@ def test_of_a_swarm_that_was_told_to_stop_each_goes_on_with_its_own_blocks() -> 
     drawn: set[int] = set()
     for _ in range(200):
         for name, turns, other in (("one", one, two), ("two", two, one)):
-            turns.heard([say(other, "two" if name == "one" else "one")], 2)
+            hear(turns, say(other, "two" if name == "one" else "one"))
             if (turn := turns.take()) is not None:
                 assert turn.slot not in drawn | finished
                 drawn.add(turn.slot)
