@@ -14,8 +14,7 @@ from noloco_node.telemetry.words import as_many
 
 IDLE_SECONDS = 10.0
 """A node is waiting after so many seconds without a trained token, and after the usual time of five inner steps. Two
-reports of the same thing, with only its details changed, are as far apart, or a wait would be told in more lines than
-it is judged in."""
+reports of the same thing, with only its details changed, are as far apart: details are told no oftener than waits."""
 USUAL_STEPS = 5
 
 What = Literal[

@@ -33,8 +33,8 @@ REACH, REACH_AT_LEAST = 32, 64
 """Slots a replica, and beside them: claims further beyond the median claim are not believed, since one far claim must
 not draw the others after it. A slot that nobody took is waited for within as many behind the others' claims."""
 LOOKS = 2
-"""A replica looks so often at the others' claims before it begins a block that it has claimed: the reader takes several
-at once, and at a common start all draw at once."""
+"""A replica looks so often at the others' claims before it begins a block that it has claimed. At a common start all
+draw at once, and each reader takes several."""
 FURTHEST = 1 << 40
 """No run comes so far. A peer that says so, even with most of the stage peers, draws nobody to where a slot cannot be
 told."""
