@@ -157,6 +157,21 @@ def test_a_pair_of_replicas_share_for_as_long_as_they_read() -> None:
     assert not set(drawn["one"]) & set(drawn["two"])
 
 
+def test_who_begin_together_and_take_two_blocks_at_once_take_none_twice() -> None:
+    """Each claim is known to the others before its block is begun. Where the first alone was, a tenth of a pass was
+    begun twice."""
+    nodes, begun = {name: turns_of(name, row=160) for name in map(str, range(40))}, list[int]()
+    for _ in range(9):
+        words = [say(turns, name) for name, turns in nodes.items()]
+        for turns in nodes.values():
+            turns.heard(words, len(nodes))
+        for turns in nodes.values():
+            while sum(claim.begun for claim in turns.claims) < 2 and (turn := turns.take()) is not None:
+                begun.append(turn.slot)
+    assert len(begun) == 80
+    assert len(set(begun)) == len(begun)
+
+
 def test_a_node_that_starts_again_goes_on_with_its_own_slot_unless_another_took_it() -> None:
     one = turns_of("one")
     other = Said("other", (Claim(40, 3, begun=True), Claim(41)))
