@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_564,
-    "lines of the tests": 60_821,
-    "lines of benchmarks and deploy": 4_605,
+    "lines of the package": 60_568,
+    "lines of the tests": 60_844,
+    "lines of benchmarks and deploy": 4_600,
     "module-level numbers": 509,
     "files of the package": 294,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 381,
-    "kB of results in docs": 310,
+    "kB of Markdown": 382,
+    "kB of results in docs": 304,
     "decision records": 40,
 }
 WAYS = {"a microbatch": 35, "an outer step": 35, "a joiner": 59}
