@@ -37,15 +37,8 @@ def check(wanted: list[Case]) -> None:
 
 
 def test_the_plan_is_what_a_stage_takes_at_the_highest() -> None:
-    """A first stage that makes each layer anew, a middle one that makes all of them, and a last one that keeps them, of
-    two layers each."""
-    check(
-        [
-            ("consumer-24gb", 0, ["run.model.config.num_hidden_layers=4", "node.in_flight=2"]),
-            ("paper-1.3b", 1, ["run.model.config.num_hidden_layers=8", "node.in_flight=2"]),
-            ("own-text", 1, []),
-        ]
-    )
+    """A first stage that makes each of a few layers anew, and a last one that keeps them."""
+    check([("consumer-24gb", 0, ["run.model.config.num_hidden_layers=4", "node.in_flight=2"]), ("own-text", 1, [])])
 
 
 @pytest.mark.long
