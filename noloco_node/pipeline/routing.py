@@ -1,6 +1,6 @@
 """The choice of the peer for the next microbatch: a pure function, and the balancer that remembers what it needs.
 
-`Membership.next_stage_peers` says who is a candidate, and `peers/hop.py` has weights, rests and trust.
+`Membership.next_stage_peers` lists the candidates; weights, rests and trust are in `peers/hop.py`.
 
 A stage may be filled by peers that answer, and train nothing. Those that send to it see by what came of their own
 microbatches that nothing gets through (`CircuitBreaker`). Nobody else need believe them: one of them can go there
