@@ -6,7 +6,7 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 60_568,
-    "lines of the tests": 60_844,
+    "lines of the tests": 60_916,
     "lines of benchmarks and deploy": 4_600,
     "module-level numbers": 509,
     "files of the package": 294,
