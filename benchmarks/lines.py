@@ -71,9 +71,9 @@ class Pace:
 def pace_of(method: Method, config: Config, footprint: Footprint, link: Link, device: Device) -> Pace:
     """Of the replicas of a configuration, at the method's own H. Pure arithmetic."""
     share, replicas = step_microbatches(config), config.local_swarm.replicas
-    planned = planned_loads(config, footprint, device)
-    on_card = does_arithmetic(device, planned_memory(config, footprint))
-    arithmetic = arithmetic_seconds(method.codec, on_card=on_card)
+    needs = planned_memory(config, footprint)
+    planned = planned_loads(config, footprint, device, needs)
+    arithmetic = arithmetic_seconds(method.codec, on_card=does_arithmetic(device, needs))
     loads = [
         replace(load, outer_bytes=method.sent(count, replicas), outer_arithmetic=arithmetic * count)
         for load, count in zip(planned, footprint.parameters, strict=True)

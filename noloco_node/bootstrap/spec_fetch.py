@@ -133,7 +133,7 @@ def with_own_data(spec: RunSpec, own: OwnData, *, reads_text: bool) -> RunSpec:
     data = spec.data.model_copy(update={"prepared": own.prepared, "mixture": mixture})
     if data.source == "text":
         if own.path is None and own.prepared is None and reads_text:
-            raise _not_named(
+            raise TextNotNamed(
                 spec,
                 f"run.data.path is not set, and run '{spec.name}' trains on a text of which each volunteer has its own "
                 "copy",
@@ -154,7 +154,7 @@ def with_own_tokenizer(spec: RunSpec, named: str | None, *, reads: bool = True) 
         return spec
     if named is None:
         if reads and spec.data.tokenizer == NOT_READ:
-            raise _not_named(
+            raise TextNotNamed(
                 spec,
                 f"run.data.tokenizer is not set, and run '{spec.name}' has a tokenizer "
                 f"({spec.data.tokenizer_fingerprint}) of which each volunteer has its own copy",
@@ -202,7 +202,7 @@ def _check_named(spec: RunSpec, unnamed: Sequence[int]) -> None:
     words = shown(named_in_words([key_of(sources[number], number) for number in numbers]))
     if texts:
         what = f"no path is named for {named} of run '{spec.name}', a text of which each volunteer has its own copy"
-        raise _not_named(spec, what, "the text", words)
+        raise TextNotNamed(spec, what, "the text", words)
     raise UserError(
         ExitCode.CONFIG,
         f"{named} of run '{spec.name}' is {_quoted(sources[numbers[0]].path)}, which lies on this machine: a run that "
@@ -260,15 +260,11 @@ def _words(value: object) -> Iterator[str]:
 
 
 class TextNotNamed(UserError):
-    """For a node of the first stage that was not told where its copy of the run's text or tokenizer lies (CONFIG)."""
+    """A text or tokenizer of which each volunteer has a copy is read here, and nobody said where it lies (CONFIG)."""
 
-
-def _not_named(spec: RunSpec, what: str, get: str, how: str) -> TextNotNamed:
-    """The error for a text or tokenizer, `what`, of which each volunteer has a copy: how to `get` and to name it."""
-    later = "; a node of a later stage, such as --stage 1, needs none" if spec.stages > 1 else ""
-    return TextNotNamed(
-        ExitCode.CONFIG, what, f"get {get} from the run's owner, and say where it lies with {how}{later}"
-    )
+    def __init__(self, spec: RunSpec, what: str, get: str, how: str) -> None:
+        super().__init__(ExitCode.CONFIG, what, f"get {get} from the run's owner, and say where it lies with {how}")
+        self.stages = spec.stages
 
 
 def _local(spec: RunSpec, name: str, value: str) -> UserError:

@@ -109,16 +109,10 @@ def with_tokenizer(run: RunSpec, options: argparse.Namespace) -> RunSpec:
 def with_text(run: RunSpec, options: argparse.Namespace) -> RunSpec:
     """The run with the place of the text, as `--config` or the options for joining say it. Raises UserError: CONFIG if
     it must be named, WRONG_RUN if the configuration is another run's."""
-    from noloco_node.bootstrap.spec_fetch import TextNotNamed, with_own_data
+    from noloco_node.bootstrap.spec_fetch import with_own_data
     from noloco_node.config.load import load_join
 
-    if (named := _named(run, options)) is not None:
-        return named
-    try:
-        return with_own_data(run, load_join(options.set).run.data, reads_text=True)
-    except TextNotNamed as error:
-        error.remedy = error.remedy.partition(";")[0]  # no stage is served here, so none needs no text
-        raise
+    return _named(run, options) or with_own_data(run, load_join(options.set).run.data, reads_text=True)
 
 
 def _named(run: RunSpec, options: argparse.Namespace) -> RunSpec | None:

@@ -54,13 +54,13 @@ async def join_node(
         try:
             spec = await fetch(door, reads_text=reads_text)
         except TextNotNamed as error:
+            if error.stages == 1:
+                raise
             if settings.stage == 0 or await ambient.elsewhere(_saved_stage, settings) == 0:
+                error.remedy += "; a node of a later stage, such as --stage 1, needs none"
                 raise
             spec = await fetch(door, reads_text=False)
-            if spec.stages == 1:
-                raise
-            remedy = error.remedy.partition(";")[0]
-            logger.warning("stage 0 is left to others: %s; to serve it, too, %s", error.message, remedy)
+            logger.warning("stage 0 is left to others: %s; to serve it, too, %s", error.message, error.remedy)
         spec = await ambient.elsewhere(with_own_weights, spec, own.model.from_pretrained)
         if reads_text and spec.data.is_here:
             await ambient.elsewhere(check_text_here, spec.data)  # before a stage is chosen, announced and built

@@ -92,21 +92,23 @@ def expect(config: Config, link: Link, device: Device) -> Expectation:
             known[key] = footprint_of(of.run)
         return known[key]
 
-    def device_bytes(of: Config) -> int:
-        return max(need.on_device for need in planned_memory(of, footprint(of)))
+    def planned(of: Config) -> tuple[list[StageLoad], int]:
+        """The loads of the stages, and the bytes of a device at the stage that needs most."""
+        needs = planned_memory(of, footprint(of))
+        return planned_loads(of, footprint(of), device, needs), max(need.on_device for need in needs)
 
-    now, before = outlook_on(config, footprint(config), link, device), device_bytes(config)
+    loads, before = planned(config)
+    now, kept = outlook_with(config, loads, link), under_way(config, loads, link)
     found: list[Suggestion] = []
     in_vain: list[str] = []
-    loads = planned_loads(config, footprint(config), device)
-    kept = under_way(config, loads, link)
     for change in _changes(config, kept, now.limit):
         other = _changed(config, change)
-        share = outlook_on(other, footprint(other), link, device).share
+        others, device_bytes = planned(other)
+        share = outlook_with(other, others, link).share
         if share < WORTH_SAYING * now.share:
             in_vain.append(_words(change)[0])
         else:
-            found.append(Suggestion(_words(change), share, device_bytes(other) - before))
+            found.append(Suggestion(_words(change), share, device_bytes - before))
     found.sort(key=lambda suggestion: -suggestion.share)
     return Expectation(
         outlook=now,
@@ -117,15 +119,21 @@ def expect(config: Config, link: Link, device: Device) -> Expectation:
     )
 
 
-def planned_loads(config: Config, footprint: Footprint, device: Device) -> list[StageLoad]:
-    """What a microbatch asks of each stage on such devices."""
-    on_card = does_arithmetic(device, planned_memory(config, footprint))
+def planned_loads(
+    config: Config, footprint: Footprint, device: Device, needs: Sequence[StageMemory]
+) -> list[StageLoad]:
+    """What a microbatch asks of each stage on such devices; `needs` is the planned memory."""
+    on_card = does_arithmetic(device, needs)
     return loads_of(config.run, footprint, device.flop_per_second, step_microbatches(config), on_card=on_card)
 
 
 def outlook_on(config: Config, footprint: Footprint, link: Link, device: Device) -> UtilisationOutlook:
     """What the configuration gives, as it is."""
-    loads = planned_loads(config, footprint, device)
+    return outlook_with(config, planned_loads(config, footprint, device, planned_memory(config, footprint)), link)
+
+
+def outlook_with(config: Config, loads: Sequence[StageLoad], link: Link) -> UtilisationOutlook:
+    """What the configuration gives if a microbatch asks this of each stage."""
     return outlook_of(
         loads,
         link,
@@ -139,9 +147,10 @@ def check_outer_steps(config: Config, footprint: Footprint, link: Link, device: 
     """Raise UserError (CONFIG) where an outer step behind the node's bound, which `link` has, lasts longer than the H
     inner steps to the next one."""
     bound, steps = config.node.uplink_mbit, config.run.outer.inner_steps
+    loads = planned_loads(config, footprint, device, planned_memory(config, footprint))
 
     def outlook(count: int) -> UtilisationOutlook:
-        return outlook_on(_changed(config, {"run.outer.inner_steps": count}), footprint, link, device)
+        return outlook_with(_changed(config, {"run.outer.inner_steps": count}), loads, link)
 
     found = outlook(steps)
     if bound is None or found.outer_by_arithmetic or found.inner_steps <= steps:

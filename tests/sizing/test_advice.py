@@ -108,7 +108,8 @@ def test_auto_is_planned_to_keep_what_an_origin_keeps_that_sees_the_planned_rate
         return Rate(outlook_on(config, footprint, link, SLOW).microbatches_a_second, window=1)
 
     seen = {number: rate(number) for number in range(1, AUTO_MOST + 1)}
-    assert under_way(config, planned_loads(config, footprint, SLOW), link) == next_limit(seen, 1, AUTO_MOST)
+    loads = planned_loads(config, footprint, SLOW, planned_memory(config, footprint))
+    assert under_way(config, loads, link) == next_limit(seen, 1, AUTO_MOST)
 
 
 def test_auto_is_planned_by_one_number_for_memory_speed_and_advice() -> None:
