@@ -337,7 +337,7 @@ def load() -> None:
     from transformers.models.llama import modeling_llama  # noqa: F401
 
     from noloco_node.diagnostics.doctor import examine  # noqa: F401
-    from noloco_node.exporting.generating import generate_live  # noqa: F401
+    from noloco_node.exporting.write import export  # noqa: F401
     from noloco_node.launch.device_group import run_devices  # noqa: F401
     from noloco_node.launch.local_swarm import LocalSwarm  # noqa: F401
     from noloco_node.node import early_checks  # noqa: F401

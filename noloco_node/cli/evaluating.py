@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,10 @@ from noloco_node.exporting.sources import (
     check_text_named,
     gathered_folders,
     gathered_live,
-    guest_settings,
     named_run,
     say,
     with_text,
+    with_tokenizer,
 )
 from noloco_node.process_memory import loading
 from noloco_node.telemetry.words import plain_text, say_loading
@@ -57,7 +58,7 @@ def generate_arguments(command: argparse.ArgumentParser) -> None:
     add("--seed", metavar="N", type=int, default=0, help="another seed gives another text (default: 0)")
     guest_arguments(command)
     set_argument(command, "run.data.tokenizer=DIR where the run's tokenizer lies on this machine")
-    command.set_defaults(call=_generate)
+    command.set_defaults(call=_generate, config=None)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -106,41 +107,42 @@ def _generate(options: argparse.Namespace) -> int:
         raise UserError(ExitCode.USAGE, message, "name 1 token or more, and a temperature from 0 to 100")
     if not options.prompt:
         raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
-    if are_addresses(options.sources):
-        return _generate_live(options)
-    if len(options.sources) > 1:
+    live = are_addresses(options.sources)
+    if len(options.sources) > 1 and not live:
         message = f"{len(options.sources)} folders are named"
         raise UserError(ExitCode.USAGE, message, "name one folder, which `noloco-node export` wrote")
-    say_loading()
-    with loading():
-        from noloco_node.exporting.generating import Wish
-        from noloco_node.exporting.read import continued
+    with contextlib.ExitStack() as stack:
+        model = _fetched_model(options, stack) if live else Path(options.sources[0])
+        say_loading()
+        with loading():
+            from noloco_node.exporting.read import Wish, continued
 
-    wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
-    with _own_line():
-        spoken = continued(Path(options.sources[0]), wish, _write)
+        wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
+        with _own_line():
+            spoken = continued(model, wish, _write)
     say(f"{spoken.tokens} tokens in {spoken.seconds:,.1f} s")
     if spoken.full:
         say("the text ends where the model's positions do (max_position_embeddings of its config.json)")
     return int(ExitCode.OK)
 
 
-def _generate_live(options: argparse.Namespace) -> int:
-    settings = guest_settings(options)
-    with loading():
-        import uvloop
+def _fetched_model(options: argparse.Namespace, stack: contextlib.ExitStack) -> Path:
+    """The model of the run at the addresses, as `export` makes it, in a folder that is gone when the stack is left."""
+    from noloco_node.config.data_spec import NO_TOKENIZER
+    from noloco_node.exporting.write import export
 
-        from noloco_node.config.load import load_join
-        from noloco_node.exporting.generating import Wish, generate_live
+    def speakable(run: RunSpec) -> RunSpec:
+        if run.data.tokenizer == NO_TOKENIZER:
+            raise UserError(
+                ExitCode.DATA,
+                f"run '{run.name}' has no tokenizer: it knows token ids only",
+                "take the model home with noloco-node export, and copy the tokenizer that made its ids beside it",
+            )
+        return with_tokenizer(run, options)
 
-    wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
-    with _own_line():
-        run, spoken = uvloop.run(generate_live(settings, load_join(options.set).run.data, wish, _write, say_beside))
-    asked = f"; {spoken.replaced} peers replaced" if spoken.replaced else ""
-    say(f"{spoken.tokens} tokens in {spoken.seconds:,.1f} s, by {run.stages} stages of run {run.name}{asked}")
-    if spoken.full:
-        say(f"the text ends where the run's windows do: run.data.sequence_length is {run.data.sequence_length}")
-    return int(ExitCode.OK)
+    gathered = gathered_live(options, stack, None, speakable)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="noloco-generate-"))
+    return export(replace(gathered, run=speakable(gathered.run)), Path(folder) / "model", say).folder
 
 
 @contextlib.contextmanager
@@ -150,13 +152,6 @@ def _own_line() -> Generator[None]:
         yield
     finally:
         print(flush=True)
-
-
-def say_beside(text: str) -> None:
-    """What is said while a text is written: on a terminal it begins a line, and the text goes on below."""
-    if sys.stdout.isatty():
-        print(flush=True)
-    say(text)
 
 
 def _write(text: str) -> None:

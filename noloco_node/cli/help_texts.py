@@ -126,11 +126,8 @@ example:
     "generate": """\
 Let a model continue a text, with plain transformers, on the processor. The same seed gives the same text.
 
-With the ADDRESS of a node instead, the text goes through the stages of a run that is under way, token by token, on
-random routes. This machine takes no part in the run, and holds none of its weights. There is no cache: for each token
-the whole text so far goes through every stage anew, to this machine and on. Nodes give a small share of what they train
-to such texts (node.generate_share), and are busy beyond it. The text ends where the run's windows do. The weights move
-meanwhile: the same seed gives another text a moment later.
+With the ADDRESS of a node instead, the weights of the run under way are fetched and merged as `export` does, into a
+temporary folder. Export once to generate often.
 
 example:
   noloco-node generate my-model --prompt "def main(" --max-tokens 100 --temperature 0.7

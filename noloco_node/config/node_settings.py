@@ -178,9 +178,6 @@ class NodeSettings(Settings):
     be staler. A microbatch that would only wait, for devices or its link, is always drawn after the next inner step."""
     max_pending: Annotated[int, Field(gt=0, le=256)] = 8
     """Microbatches of other peers that this node holds before it answers `busy`."""
-    generate_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.03
-    """Forwards through this node's stage for others that generate a text through the swarm. They get at most so many
-    tokens for each that is trained here. 0: none."""
     p2pd_start_seconds: PositiveFloat = 60.0
     """Time that p2pd has to start; slow disks and busy machines need it."""
     drain_seconds: PositiveFloat = 5.0

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from noloco_node.exporting.gathered import Gathered, Reported, SavedReplica, Sha
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import build_stage
 from noloco_node.node.interrupts import interruptible
-from noloco_node.node.network import Outside, looking_on
+from noloco_node.node.network import looking_on
 from noloco_node.state_transfer.copies import fetch_slow, of_one_mind
 from noloco_node.state_transfer.fetch import DiskMemory
 from noloco_node.telemetry.logging import NodeLog, configure_logging
@@ -76,24 +75,16 @@ async def gather_live(
     do. It raises NO_STATE_SOURCE if the replicas of a stage give nothing, and RUN_FOLDER if the disk refuses. A signal
     raises KeyboardInterrupt.
     """
-    async with as_onlooker(settings) as outside:
-        directory = ScreenedDirectory(outside.directory, Access(outside.spec))
-        await ambient.elsewhere(agreed, outside.spec)
-        shapes = await ambient.elsewhere(Shapes, outside.spec)  # it loads libraries, which takes seconds
-        await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
-        gatherer = Gatherer(outside.spec, shapes, outside.door.transport, directory, spool, told)
-        return await outside.supervisor.beside(gatherer.gather())
-
-
-@contextlib.asynccontextmanager
-async def as_onlooker(settings: NodeSettings) -> AsyncGenerator[Outside]:
-    """A look at a run from outside for one command. Raises UserError as `looking_on` does; KeyboardInterrupt for a
-    signal."""
     configure_logging("WARNING", NodeLog())
     with interruptible() as interrupts:
         try:
             async with looking_on(settings, as_guest=True) as outside:
-                yield outside
+                directory = ScreenedDirectory(outside.directory, Access(outside.spec))
+                await ambient.elsewhere(agreed, outside.spec)
+                shapes = await ambient.elsewhere(Shapes, outside.spec)  # it loads libraries, which takes seconds
+                await look_for_others(directory, outside.door.identity.peer_id, FIRST_LOOK_SECONDS)
+                gatherer = Gatherer(outside.spec, shapes, outside.door.transport, directory, spool, told)
+                return await outside.supervisor.beside(gatherer.gather())
         except asyncio.CancelledError:
             if not interrupts.cancelled_by_signal:
                 raise

@@ -1,11 +1,12 @@
-"""An exported folder, read back by plain transformers; what is wrong with it in a person's words."""
+"""An exported folder, read back by plain transformers: a text that its model continues, shown as it comes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,13 +14,62 @@ from safetensors import SafetensorError
 from noloco_node import ambient
 from noloco_node.data.tokenizers import encodable
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.generating import Shown, Spoken, Wish
 from noloco_node.model.export import continue_ids, load_exported, pretrained_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+HALF_A_CHARACTER = "\ufffd"
+"""A tokenizer shows this for bytes that make no character yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a model."""
+
+    prompt: str
+    tokens: int
+    """So many at most."""
+    temperature: float
+    """0: always the likeliest."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """What came of it."""
+
+    tokens: int
+    full: bool
+    """It ends since the model sees no longer text."""
+    seconds: float
+
+
+class Shown:
+    """Text that grows by tokens of transformers' `tokenizer`, given on in whole characters."""
+
+    def __init__(self, tokenizer: Any, ids: Sequence[int], write: Callable[[str], None]) -> None:
+        self._tokenizer = tokenizer
+        self._write = write
+        self.ids = list(ids)
+        self._came = len(tokenizer.decode(self.ids))
+
+    def add(self, token: int) -> None:
+        """One more token."""
+        self.ids.append(token)
+        text = self._tokenizer.decode(self.ids)
+        if not text.endswith(HALF_A_CHARACTER):
+            self._give(text)
+
+    def end(self) -> None:
+        """Nothing more comes: also what is no whole character."""
+        self._give(self._tokenizer.decode(self.ids))
+
+    def _give(self, text: str) -> None:
+        if len(text) > self._came:
+            self._write(text[self._came :])
+            self._came = len(text)
 
 
 def open_model(folder: Path) -> PreTrainedModel:
@@ -47,6 +97,9 @@ def continued(folder: Path, wish: Wish, write: Callable[[str], None]) -> Spoken:
     if room < 1:
         message = f"--prompt has {len(ids)} tokens, and the model has {model.config.max_position_embeddings} positions"
         raise UserError(ExitCode.USAGE, message, "name a shorter beginning")
+    if max(ids) >= model.config.vocab_size:
+        message = f"--prompt has the token {max(ids)}, and the model's vocabulary has {model.config.vocab_size}"
+        raise UserError(ExitCode.USAGE, message, "name another beginning: the model has never seen that token")
     began, end, came = ambient.monotonic(), tokenizer.eos_token_id, 0
     write(wish.prompt)
     shown = Shown(tokenizer, ids, write)

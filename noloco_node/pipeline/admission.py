@@ -275,11 +275,6 @@ class Rations:
         self._each.of(peer).spend(tokens)
         self._all.spend(tokens)
 
-    def take(self, peer: PeerId, tokens: int) -> None:
-        """Check, and book."""
-        self.check(peer, tokens)
-        self.spend(peer, tokens)
-
     def _clock(self) -> float:
         """A replica that takes a stage peer's state may count anew."""
         self._furthest = max(self._furthest, self._trained())

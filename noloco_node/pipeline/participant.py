@@ -6,7 +6,6 @@ from noloco_node import ambient
 from noloco_node.data.samples import Position, Samples
 from noloco_node.directory.clocks import FarBehind
 from noloco_node.participant import Participant, ReplicaContext
-from noloco_node.pipeline.inference import InferenceServer
 from noloco_node.pipeline.messages import Ledger, Sample
 from noloco_node.pipeline.microbatch import Downstream, MicrobatchSource
 from noloco_node.pipeline.routing import LoadBalancer, patience
@@ -34,7 +33,6 @@ class Pipeline(Participant):
             else Downstream(spec, context.stage, transport, self.balancer, ledger, rng, router=stage.router)
         )
         self.server = PipelineServer(context, stage, self.downstream, ledger, behind)
-        self.inference = InferenceServer(context, stage, behind)
         in_flight = context.settings.in_flight
         self.origin = (
             MicrobatchSource(spec, context.worker, self.downstream, ledger, samples, rng, in_flight)
@@ -44,17 +42,15 @@ class Pipeline(Participant):
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Register the methods; stage 0 answers no microbatch."""
-        transport = self._context.transport
-        work = (self.server.serve(transport),) if self.origin is None else ()
-        return (*work, *self.inference.serve(transport))
+        return (self.server.serve(self._context.transport),) if self.origin is None else ()
 
     def open(self) -> None:
         """Accept what peers ask from now on."""
-        self.server.accepting = self.inference.accepting = True
+        self.server.accepting = True
 
     def shut(self) -> None:
         """Accept nothing from now on; what is under way goes on."""
-        self.server.accepting = self.inference.accepting = False
+        self.server.accepting = False
 
     async def run(self) -> None:
         """Audit what the next stage answers."""

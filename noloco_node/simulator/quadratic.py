@@ -171,11 +171,6 @@ class QuadraticTrainer(Trainer):
         del inputs, ids
         return self._present_loss() * labels.numel()
 
-    def last_logits(self, inputs: Tensor, ids: Tensor | None = None) -> Tensor:
-        """See `Trainer`: it has no words to say."""
-        del ids
-        return torch.zeros(inputs.shape[0], VOCABULARY)
-
     def step(self, learning_rate: float) -> StepResult:
         """See `Trainer`; nothing is clipped."""
         tokens, loss = self.tokens_accumulated, self.loss_accumulated / self.tokens_accumulated

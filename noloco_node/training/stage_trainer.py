@@ -224,14 +224,6 @@ class StageTrainer(Trainer):
             raise MicrobatchNotFinite("the loss of this microbatch is not finite")
         return loss_sum
 
-    def last_logits(self, inputs: Tensor, ids: Tensor | None = None) -> Tensor:
-        """See `Trainer.last_logits`."""
-        with torch.no_grad():
-            logits = self._run(self.versions.current, self._to_device(inputs), ids=ids)[:, -1].to("cpu", torch.float32)
-        if not math.isfinite(float(logits.sum())):
-            raise MicrobatchNotFinite("the logits are not finite")
-        return logits.contiguous()
-
     def step(self, learning_rate: float) -> StepResult:
         """See `Trainer.step`; the mean is clipped to this stage's norm bound."""
         assert self.tokens_accumulated > 0, "a step needs tokens"

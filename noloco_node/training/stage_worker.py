@@ -294,10 +294,6 @@ class StageWorker:
         """Last stage, forward only: loss summed over tokens."""
         return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate_loss(inputs, labels, ids), turn)
 
-    async def last_logits(self, inputs: Tensor, turn: QueueTurn = OWN, *, ids: Tensor | None = None) -> Tensor:
-        """Last stage, forward only: logits of the last position, fp32 [B, vocab]."""
-        return await self._thread.run(Priority.FORWARD, lambda: self._trainer.last_logits(inputs, ids), turn)
-
     async def discard(self, passage: ForwardContext) -> None:
         """Let go of a microbatch that will have no backward."""
         await self._thread.run(Priority.STEP, lambda: self._trainer.discard(passage))

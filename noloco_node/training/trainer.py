@@ -315,11 +315,6 @@ class Trainer(ABC):
         """Last stage, forward only: loss summed over tokens. Raises MicrobatchNotFinite."""
 
     @abstractmethod
-    def last_logits(self, inputs: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Last stage, forward only: logits of the last position, fp32 [B, vocab] on the host. Raises
-        MicrobatchNotFinite."""
-
-    @abstractmethod
     def step(self, learning_rate: float) -> StepResult:
         """One inner step on the mean gradient of the accumulated tokens. A gradient that is not finite is thrown away
         and the weights stay as they are."""

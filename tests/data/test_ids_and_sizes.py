@@ -22,7 +22,6 @@ from noloco_node.data.token_file import TokenFile
 from noloco_node.data.windows import load_windows
 from noloco_node.document_marks import BEGINS
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.exporting.generating import Wish, continue_text
 from tests.data.made_files import write_table
 from tests.data.splits import load_split
 from tests.data.test_made_tokens import laid_out, tokens_spec
@@ -95,13 +94,6 @@ def test_a_tokenizer_may_have_tokens_that_the_model_lacks_and_no_text_holds(stor
         with pytest.raises(UserError, match=r"of '.*:1' is \d+ .* outside the model's vocabulary") as caught:
             look()
         assert caught.value.exit_code is ExitCode.DATA
-
-
-async def test_a_prompt_of_tokens_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
-    """Its embedding would end in an IndexError."""
-    spec = DataSpec(tokenizer=saved(tmp_path / "bytes", {}, None))
-    with pytest.raises(UserError, match="that it makes of --prompt is"):
-        await continue_text(None, 16, fitting_tokenizer(spec, 215), Wish(" ", 4, 0.0, 0), print)  # type: ignore[arg-type]
 
 
 def held_as_words(folder: Path, kind: str) -> str:

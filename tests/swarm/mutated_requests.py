@@ -14,7 +14,6 @@ from noloco_node.accounting import receipts
 from noloco_node.averaging import session as exchange_messages
 from noloco_node.bootstrap import dial_back, hello, spec_fetch
 from noloco_node.directory import records_call, signed_end
-from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import copies as copy_messages
 from noloco_node.state_transfer import fetch as state_messages
@@ -24,7 +23,6 @@ from tests.worlds import VOCABULARY
 
 REQUESTS: Mapping[str, type[WireModel] | None] = {
     microbatch.MICROBATCH.name: microbatch.MicrobatchHeader,
-    inference.FORWARD.name: inference.ForwardHeader,
     exchange_messages.PROPOSE.name: exchange_messages.Proposal,
     exchange_messages.OPEN.name: exchange_messages.Opening,
     exchange_messages.CHUNK.name: exchange_messages.ChunkHeader,

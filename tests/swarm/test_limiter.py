@@ -15,7 +15,7 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PipelineSpec, RoutingName, RunSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.admission import AHEAD_SECONDS, ASKS_TO_WAIT, MicrobatchLimiter
+from noloco_node.pipeline.admission import AHEAD_SECONDS, ASKS_TO_WAIT, MicrobatchLimiter, Rations
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
@@ -184,3 +184,31 @@ async def _flood(transport: MemoryTransport, spec: RunSpec, number: int, answere
             )
             answered[FLOOD] += 1
         await asyncio.sleep(0.05)
+
+
+def test_askers_get_what_was_saved_and_then_a_share_of_what_is_trained_however_many_keys_ask() -> None:
+    """None of them takes more than half of it all."""
+    trained = 0
+    rations = Rations(0.05, 512.0, lambda: trained)
+    peers = [PeerId(f"asker-{number}") for number in range(40)]
+
+    def had(asked: list[PeerId]) -> int:
+        came = 0
+        for peer in asked:
+            with suppress(Refused):
+                while True:
+                    rations.check(peer, 16)
+                    rations.spend(peer, 16)
+                    came += 16
+        return came
+
+    assert (had(peers[:1]), had(peers[1:])) == (256, 256)
+    trained = 64_000
+    assert had(peers) == 512, "no more is saved up than at first"
+    served = 0
+    for _ in range(100):
+        trained += 1000
+        served += had(peers)
+    assert served == pytest.approx(0.05 * 100_000, rel=0.01)
+    trained = 0
+    assert had(peers) == 0

@@ -39,7 +39,6 @@ from noloco_node.outer.replica import Part
 from noloco_node.peers import partners as patience
 from noloco_node.peers import scorecard as conduct
 from noloco_node.peers.partners import Partners
-from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline import server as repeats
 from noloco_node.state_transfer import copies as copy_messages
@@ -108,9 +107,6 @@ class Target:
                 header = {"id": f"{recipe.number:032x}", "budget_ms": 3000, "mode": recipe.mode, "run": run}
                 drawn = {"origin": self.strangers[recipe.peer].peer_id, "origin_clock": clock}
                 return {**header, **drawn, "stage": stage}, (activations, labels)
-            case inference.FORWARD.name:
-                window = torch.randn(1, 1 + recipe.number % LENGTH, HIDDEN)
-                return {"run": run, "stage": stage}, (window,)
             case exchange.PROPOSE.name:
                 named = {"exchange": EXCHANGE, "run": run, "stage": stage, "contract": contract}
                 fragment = (None, *range(FRAGMENTS))[recipe.number % (FRAGMENTS + 1)]

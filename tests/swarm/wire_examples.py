@@ -22,7 +22,6 @@ from noloco_node.averaging import session as exchange_messages
 from noloco_node.bootstrap import dial_back, hello, spec_fetch
 from noloco_node.directory import records_call, signed_end
 from noloco_node.identity.invitations import Grant, Proof
-from noloco_node.pipeline import inference
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import copies as copy_messages
 from noloco_node.state_transfer import fetch as state_messages
@@ -130,13 +129,6 @@ def _pipeline() -> list[Example]:
             microbatch.MicrobatchAnswer(loss_sum=12.5, tokens=6, load=0, work_ms=41.5),
             (numbers(torch.float32, 2, 3, 4), labels),
             special="to evaluate",
-        ),
-        Example(
-            inference.FORWARD,
-            inference.ForwardHeader(run=RUN, stage=0, protocol=3),
-            Nothing(),
-            (numbers(torch.int32, 1, 3),),
-            (numbers(torch.float32, 1, 3, 4),),
         ),
     ]
 
