@@ -185,7 +185,7 @@ async def network(
                 known,
                 watch,
                 reach,
-                OwnInvitation(access, door.transport, directory, spec.name),
+                OwnInvitation(access, door.transport.peer_id, spec.name),
                 life,
                 LifeWatch(life, door.transport, ScreenedDirectory(directory, access), spec),
             )

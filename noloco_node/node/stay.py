@@ -145,8 +145,8 @@ class Stay:
         await _save_weights(self.node, self.replica)
 
     async def _stop_when_refused(self) -> None:
-        """Leave in order once the node's invitation has ended and peers refuse it: alone it would train to an end that
-        is none of the run's."""
+        """Leave in order once the node's invitation has ended: alone it would train to an end that is none of the
+        run's."""
         self.refused = error = await self.node.net.invitation.ends()
         logger.warning("%s: leaving, with everything saved", error.message)
         self.interrupts.leaves(error.exit_code)

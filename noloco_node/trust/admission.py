@@ -93,12 +93,10 @@ class Access:
 
     def deals(self, peer: PeerId, row: LiveRecord) -> bool:
         """Whether a directory record is a member's."""
-        return self.admits(peer) or (self.has_let_in(peer, row) and self.admits(peer))
-
-    def has_let_in(self, peer: PeerId, row: LiveRecord) -> bool:
-        """Tell whether the owner has invited the peer of a directory record, even if that has ended."""
+        if self.admits(peer):
+            return True
         proof = row.record.invitation
-        return self._rule.mode == "invited" and proof is not None and self.shown(peer, proof)
+        return proof is not None and self.shown(peer, proof) and self.admits(peer)
 
     def serve(self, transport: Transport) -> None:
         """From now on answer members only, and let guests show their proofs."""
