@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_568,
-    "lines of the tests": 60_916,
+    "lines of the package": 59_992,
+    "lines of the tests": 60_431,
     "lines of benchmarks and deploy": 4_600,
-    "module-level numbers": 509,
-    "files of the package": 294,
+    "module-level numbers": 503,
+    "files of the package": 291,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 382,
+    "kB of Markdown": 381,
     "kB of results in docs": 304,
     "decision records": 40,
 }
