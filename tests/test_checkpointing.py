@@ -22,8 +22,9 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec, RunSpec
 from noloco_node.data.sampler import SamplerPosition, WindowSampler
 from noloco_node.data.samples import Samples
-from noloco_node.document_marks import BEGINS
+from noloco_node.document_marks import BEGINS, inputs_and_labels
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.model.export import evaluate_model, export_model, load_exported
 from noloco_node.model.stage import build_stage
 from noloco_node.node.checkpointing import HELD_SHARE, CheckpointKeeper, is_due, too_slow_to_leave
 from noloco_node.node.replica import Replica
@@ -43,8 +44,10 @@ from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.placing import on_its_device
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from tests.outer.card import NAME, OnCard
 from tests.support import eventually
 from tests.telemetry.made_events import account
+from tests.training.apart import apart_from_the_host
 from tests.training.made_trainers import checkpoint_of
 from tests.worlds import (
     IN_SUBSPACE,
@@ -55,6 +58,7 @@ from tests.worlds import (
     micro_spec,
     peer_name,
     run_to_the_end,
+    trainer_of,
     window_rows,
     world,
 )
@@ -91,7 +95,12 @@ class Node:
 
 @contextlib.asynccontextmanager
 async def lone_node(
-    spec: RunSpec, folder: CheckpointFolder, saved: Checkpoint | None = None, *, leave_seconds: float = 600.0
+    spec: RunSpec,
+    folder: CheckpointFolder,
+    saved: Checkpoint | None = None,
+    *,
+    leave_seconds: float = 600.0,
+    device: str = "cpu",
 ) -> AsyncIterator[Node]:
     """A node in memory on its own compute thread, from the seed or from a checkpoint; its text has COUNT windows."""
     drawn, events = list[list[int]](), list[AnyEvent]()
@@ -104,7 +113,12 @@ async def lone_node(
         return window_rows(drawn[-1])
 
     settings = NodeSettings(
-        in_flight=1, checkpoint_outer_steps=2, checkpoint_seconds=0.0, leave_seconds=leave_seconds, drain_seconds=1e-6
+        device=device,
+        in_flight=1,
+        checkpoint_outer_steps=2,
+        checkpoint_seconds=0.0,
+        leave_seconds=leave_seconds,
+        drain_seconds=1e-6,
     )
     samples = Samples(draw, window_rows(range(10**6, 10**6 + 4)), lambda: walk.position)
     thread, transport = ComputeThread(), MemoryTransport(MemoryNetwork(), peer_name(0, 0))
@@ -161,6 +175,35 @@ async def test_a_node_that_was_interrupted_goes_on_bitwise_as_one_that_was_not(
     assert int(tensors["optimizer_steps"]) == 10
     losses = [[e.loss for e in node.events if isinstance(e, InnerStep)][-4:] for node in (steady, resumed)]
     assert losses[0] == losses[1]
+
+
+async def test_a_device_apart_saves_goes_on_and_gives_a_model_as_the_processor_does(tmp_path: Path) -> None:
+    """Through inner and outer steps, a checkpoint between two of them, another life, and an export. No tensor of the
+    host meets one of the device, and all numbers are the same."""
+    spec = micro_spec(stages=1, layers=2, outer=OUTER, inner={"global_batch_tokens": 150})
+    inputs, labels = inputs_and_labels(window_rows(range(4)))
+    lives: list[dict[str, torch.Tensor]] = []
+    with apart_from_the_host():
+        for device in ("cpu", NAME):
+            folder, out = CheckpointFolder(tmp_path / device, keep=2), tmp_path / f"export-{device}"
+            async with lone_node(spec, folder, device=device) as node:
+                await node.train(6)
+                await node.keeper.save()
+            saved = folder.newest(spec.run_id, 0)
+            assert saved is not None
+            assert saved.standing.tokens_accumulated
+            async with lone_node(spec, folder, saved, device=device) as resumed:
+                await resumed.train(5)
+                worker = resumed.replica.worker
+                assert isinstance(trainer_of(worker).master, OnCard) is (device == NAME)
+                _, fast = await worker.named_weights()
+                export_model(spec.model, {resumed.replica.full_names[name]: fast[name] for name in fast}, out, "none")
+                loss, (_, state) = await worker.evaluate_loss(inputs, labels), await resumed.whole()
+            assert evaluate_model(load_exported(out), [(inputs, labels)]) == pytest.approx(loss / labels.numel(), 1e-5)
+            lives.append({**state, "loss": torch.tensor(loss)})
+    processors, devices = lives
+    assert processors.keys() == devices.keys()
+    assert all(type(value) is torch.Tensor and torch.equal(value, processors[name]) for name, value in devices.items())
 
 
 async def test_a_checkpoint_from_before_there_were_trails_is_resumed(tmp_path: Path) -> None:

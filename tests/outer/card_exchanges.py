@@ -1,11 +1,7 @@
-"""Outer steps of replicas with a `Card` and without one, in a process of its own: a line of JSON for each codec.
-
-python -m tests.outer.card_exchanges
-"""
+"""Outer steps of replicas with a `Card` and without one."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
@@ -16,7 +12,7 @@ from noloco_node.outer import CodecName
 from noloco_node.outer.codec import BLOCK, CODECS
 from noloco_node.outer.replica import NotFinite, OuterReplica, device_bytes
 from noloco_node.outer.update import OuterRule
-from tests.outer.card import Card, OnCard, set_up
+from tests.outer.card import Card, OnCard
 from tests.outer.groups import vectors
 
 RULE = OuterRule(0.5, 0.5, 0.5, "averaged")
@@ -157,12 +153,3 @@ def refuses_to_mix() -> bool:
         except AssertionError:
             return True
     return False
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    set_up()
-    print(json.dumps({"mixes": not refuses_to_mix()}), flush=True)
-    for name, each in CODECS.items():
-        if each.on_a_device:
-            print(json.dumps(case(name)), flush=True)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from noloco_node.outer.codec import CODECS
+from tests.outer.card_exchanges import case, refuses_to_mix
+
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """What a process with such a device tells of each codec that may go there."""
-    told = subprocess.run(
-        [sys.executable, "-m", "tests.outer.card_exchanges"], check=False, capture_output=True, text=True
-    )
-    assert told.returncode == 0, told.stderr[-3000:]
-    first, *cases = [json.loads(line) for line in told.stdout.splitlines()]
-    assert not first["mixes"], "tensors of two places meet there unseen"
+    """What is to be known of each codec that may go there."""
+    assert refuses_to_mix(), "tensors of two places meet there unseen"
+    cases = [case(name) for name, codec in CODECS.items() if codec.on_a_device]
     assert [each["differences"]["codec"] for each in cases] == ["int8", "int4", "sign"]
     return cases
 

@@ -1,103 +1,40 @@
 """Whatever a stage does on its device it does with tensors that are there, and it reads none of them as it trains.
 
-There is no GPU here. torch's meta device is one that every machine has. As on a GPU, tensors of it and of the host do
-not meet in an operation, and nothing can be read of them. What torch lets pass there and not on a GPU is refused here.
+There is no GPU here, so the device is an `Apart`. It comes to the numbers of the processor, bit by bit.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.document_marks import BEGINS, inputs_and_labels, positions_of
 from noloco_node.model.stage import build_stage
 from noloco_node.training.frozen_state import FrozenState
-from noloco_node.training.host_copies import HostCopies
 from noloco_node.training.stage_trainer import StageTrainer
-from noloco_node.training.trainer import ForwardContext, Precision
+from noloco_node.training.trainer import ForwardContext
 from tests.model.families import spec_of
+from tests.outer.card import NAME, OnCard
+from tests.training.apart import Apart, apart_from_the_host
 from tests.training.made_trainers import moments_of
 from tests.worlds import micro_spec, window_rows
 
-READS = {"_local_scalar_dense", "nonzero", "equal", "bincount", "_unique2", "masked_select"}
-
-
-class Apart(TorchDispatchMode):
-    """Refuses what a GPU would refuse or be waited for; knows what crosses otherwise than by `HostCopies`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_copies = False
-        self.crossed: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, named = func.overloadpacket.__name__, kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
-        to = named.get("device") if name == "_to_copy" else tensors[0].device if name == "copy_" else None
-        if to is not None and torch.device(to).type != tensors[-1].device.type:
-            return self._cross(func, torch.device(to), args, named)
-        there = {tensor.device.type for tensor in tensors if tensor.dim()}
-        assert len(there) < 2, f"{name} of {[(tensor.device.type, tuple(tensor.shape)) for tensor in tensors]}"
-        assert name not in READS or {"cpu"} == {tensor.device.type for tensor in tensors}, f"{name} reads the device"
-        return func(*args, **named)
-
-    def _cross(self, func: Any, to: torch.device, args: Any, named: Any) -> Tensor:
-        if not self.by_copies:
-            self.crossed.append(to.type)
-        if func.overloadpacket.__name__ == "copy_":
-            return args[0]
-        return func(*args, **named) if to.type == "meta" else torch.ones(args[0].shape, dtype=named.get("dtype"))
-
-    def freely(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """What crosses in `work` crosses as it should."""
-
-        def wrapped(*args: Any, **named: Any) -> Any:
-            self.by_copies = True
-            try:
-                return work(*args, **named)
-            finally:
-                self.by_copies = False
-
-        return wrapped
-
-
-def computing(_precision: Precision, _device: torch.device) -> AbstractContextManager[object]:
-    """There is no autocast on the meta device."""
-    return nullcontext()
-
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> Generator[Apart]:
-    """A device for `StageTrainer` whose numbers, where they are read by `HostCopies`, are all 1."""
-    mode = Apart()
-
-    def to_host(copies: HostCopies, *tensors: Tensor) -> tuple[Tensor, ...]:
-        copies.waits += 1
-        assert {tensor.device.type for tensor in tensors} == {"meta"}
-        return tuple(torch.ones(tensor.shape, dtype=tensor.dtype) for tensor in tensors)
-
-    monkeypatch.setattr(HostCopies, "to_host", to_host)
-    for name in ("to_device", "bring", "begin_to_host"):
-        monkeypatch.setattr(HostCopies, name, mode.freely(getattr(HostCopies, name)))
-    monkeypatch.setattr(Precision, "computing", computing)
-    monkeypatch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_: None)
-    with mode:
-        yield mode
+def apart() -> Generator[Apart]:
+    """What is done in the test may be given to the device."""
+    with apart_from_the_host() as card, card:
+        yield card
 
 
-def made(spec: RunSpec) -> list[StageTrainer]:
-    """All stages on the device."""
+def made(spec: RunSpec, device: str = NAME) -> list[StageTrainer]:
+    """All stages there."""
     stages = (build_stage(spec.model, index) for index in range(spec.stages))
-    return [StageTrainer(stage, spec.inner, device="meta", wire_dtype=torch.float32) for stage in stages]
+    return [StageTrainer(stage, spec.inner, device=device, wire_dtype=torch.float32) for stage in stages]
 
 
 def carry(trainers: list[StageTrainer], *, documents: bool) -> None:
@@ -119,6 +56,13 @@ def carry(trainers: list[StageTrainer], *, documents: bool) -> None:
         trainer.step(1e-3)
 
 
+def same_weights(trainers: list[StageTrainer], plain: list[StageTrainer]) -> bool:
+    """Whether all have moved alike, the first on the device and the others on the processor."""
+    assert all(isinstance(each.master, OnCard) for each in trainers)
+    pairs = zip(trainers, plain, strict=True)
+    return all(torch.equal(there.master.to("cpu"), here.master) for there, here in pairs)
+
+
 def specs() -> dict[str, RunSpec]:
     """Every kind of way that a microbatch goes, by a first, a middle and a last stage; and a whole model as one."""
     inner = {
@@ -138,10 +82,13 @@ def specs() -> dict[str, RunSpec]:
 @pytest.mark.parametrize("kind", list(specs()))
 def test_microbatches_and_inner_steps_stay_on_the_device(kind: str, apart: Apart) -> None:
     """transformers would look at the positions as each forward begins: whether rows hold several documents."""
-    trainers = made(specs()[kind])
+    spec = specs()[kind]
+    trainers, plain = made(spec), made(spec, "cpu")
     apart.crossed.clear()
     carry(trainers, documents=kind == "documents")
     assert not apart.crossed
+    carry(plain, documents=kind == "documents")
+    assert same_weights(trainers, plain)
 
 
 def test_an_outer_step_crosses_by_copies_beside_the_computing_only(apart: Apart) -> None:
@@ -167,7 +114,6 @@ def test_states_and_evaluations_mix_nothing(precision: str, apart: Apart) -> Non
             trainer.load(room["fast"], state)
             trainer.load_gradient(room["gradient"], 8, 1.0)
             trainer.step(1e-3)
-        trainer.copies.to_host = lambda *tensors: tuple(torch.ones(each.shape, dtype=each.dtype) for each in tensors)
     for trainer in trainers[:-1]:
         carried = trainer.evaluate(carried, positions_of(labels))
     trainers[-1].evaluate_loss(carried, labels)
