@@ -1,6 +1,6 @@
 """A stage on a GPU, in the order in which a short loan of one answers most: whether it is right, tokens a second beside
-a plain loop of the same model, daemons on one device, the arithmetic of outer steps, the moments at which the host
-waits, and copies beside computing.
+a plain loop of the same model and by a node's thread, daemons on one device, the arithmetic of outer steps, the moments
+at which the host waits, copies beside computing, and what is seldom: states, documents in a row, memory that is full.
 
     python -m benchmarks.gpu --out gpu.jsonl --trace gpu-trace.json
     python -m benchmarks.gpu --device cpu --hidden 128 --layers 2 --length 64 --windows 2 --seconds 1 --only exact alone
@@ -33,13 +33,15 @@ from torch import Tensor
 
 from benchmarks.codecs import on_device
 from benchmarks.command import command, parser_of, positive, results_file, whole
-from benchmarks.gpu_checks import Say, exact, trainer_of, without_memory
+from benchmarks.gpu_checks import Say, exact, first_without_memory, trainer_of, without_memory
 from benchmarks.gpu_trace import FRAGMENTS, traced
 from benchmarks.gpu_waits import LOOKED_AT, MOST_STAGES, random_batch, waits, waits_of_stages
+from benchmarks.gpu_worker import by_the_worker, states, what_crosses
 from benchmarks.pipeline import STEPS_BEFORE_WINDOW, run_swarm, settings_of
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PrecisionName, RunSpec
+from noloco_node.document_marks import BEGINS
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import build_stage
 from noloco_node.outer.codec import CODECS
@@ -65,6 +67,8 @@ STEP_EVERY = 8
 WARM_UP = 3
 CODED = 1 << 24
 """Weights of an outer step whose arithmetic is timed."""
+CROSSINGS = 200
+"""Copies of a microbatch's size, in each direction, whose numbers are looked at."""
 LEAST_DAEMON_STEPS = 2 * STEPS_BEFORE_WINDOW
 PRODUCT, PRODUCT_OF_A_CARD = 1024, 8192
 """Rows of the matrices whose product is timed."""
@@ -134,10 +138,14 @@ def config_of(options: argparse.Namespace, *overrides: str) -> Config:
 class Trained:
     """A stage that trains on tokens drawn at random."""
 
-    def __init__(self, run: RunSpec, device: str) -> None:
+    def __init__(self, run: RunSpec, device: str, *, documents: int = 1) -> None:
+        """`documents`: so many in each row."""
         self.device = torch.device(device)
         self.trainer = trainer_of(run, 0, device)
-        self._inputs, self._labels = random_batch(run)
+        self._inputs, labels = random_batch(run)
+        self._labels = labels.clone()  # a single row shares its memory with the inputs
+        length = labels.shape[1] // documents
+        self._labels[:, length::length] |= BEGINS
         self.tokens = self._labels.numel()
 
     def microbatch(self) -> None:
@@ -330,8 +338,32 @@ def _exact(options: argparse.Namespace, say: Say) -> None:
     exact(lambda *settings: config_of(small, *settings).run, options.device, say)
 
 
+def _streams(options: argparse.Namespace, say: Say) -> None:
+    what_crosses(options.device, options.windows * options.length * options.hidden, CROSSINGS, say)
+
+
 def _oom(options: argparse.Namespace, say: Say) -> None:
     without_memory(one_stage(options, "bf16"), options.device, say)
+
+
+def _oom_first(options: argparse.Namespace, say: Say) -> None:
+    first_without_memory(options.device, say)
+
+
+def _worker(options: argparse.Namespace, say: Say) -> None:
+    run = one_stage(options, options.precisions[0], "run.outer.codec=int4")
+    asyncio.run(by_the_worker(run, options.device, options.seconds, say))
+
+
+def _states(options: argparse.Namespace, say: Say) -> None:
+    asyncio.run(states(one_stage(options, options.precisions[0]), options.device, say))
+
+
+def _documents(options: argparse.Namespace, say: Say) -> None:
+    run = one_stage(options, options.precisions[0])
+    for count in (1, 2):
+        rate = rate_of(Trained(run, options.device, documents=count), options.seconds / 2)
+        say("documents in a row", count=count, tokens_per_second=rate)
 
 
 def _reached(options: argparse.Namespace) -> dict[torch.dtype, float]:
@@ -374,13 +406,18 @@ def _daemons(options: argparse.Namespace, say: Say) -> None:
 
 STEPS: dict[str, tuple[float, Callable[[argparse.Namespace, Say], None]]] = {
     "exact": (75.0, _exact),
+    "streams": (45.0, _streams),
     "oom": (40.0, _oom),
     "machine": (30.0, _machine),
     "alone": (120.0, _alone),
+    "worker": (80.0, _worker),
     "daemons": (170.0, _daemons),
     "codecs": (20.0, _codecs),
     "waits": (40.0, _waits),
     "trace": (60.0, _trace),
+    "states": (90.0, _states),
+    "documents": (25.0, _documents),
+    "oom_first": (30.0, _oom_first),
 }
 """By name in their order: seconds that a step may take at the most, and the step. What is right comes first, then the
 figures that decide."""

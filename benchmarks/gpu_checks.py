@@ -25,6 +25,8 @@ CLOSE = 1e-4
 """Gradients in fp32 differ by this part of their norm at most, wherever they are computed."""
 LEFT = (1 << 32, 1 << 30, 1 << 28, 1 << 26)
 """Bytes that are left on a device for a microbatch, one after the other."""
+LEFT_FIRST = (1 << 21, 1 << 24, 1 << 26)
+"""Bytes that are left for the first product of a process."""
 
 
 def trainer_of(run: RunSpec, stage: int, device: str) -> StageTrainer:
@@ -89,3 +91,20 @@ def without_memory(run: RunSpec, device: str, say: Say, left: Iterator[int] | No
         _, after = attempt(lambda: trainer.loss(*batch))
         ok = isinstance(error, NoMemory | None) and after is None
         say("out of memory", left=room, refused=type(error).__name__, kept_bytes=kept, goes_on=after is None, ok=ok)
+
+
+def first_without_memory(device: str, say: Say, left: Iterator[int] | None = None) -> None:
+    """A process that has computed nothing yet, on a device that others fill: its libraries ask for memory at the first
+    product, and what they say where there is none must be known for that."""
+    where = torch.device(device)
+    if not memory_of_device(where):
+        say("first product", left_out="the device has no memory of its own")
+        return
+    matrix: Tensor = torch.ones(1024, 1024).to(where, torch.bfloat16)
+    for room in left or iter(LEFT_FIRST):
+        free_cached_memory(device)
+        taken: Any = torch.empty(max(0, memory_of_device(where)["free"] - room), dtype=torch.uint8, device=where)
+        _, error = attempt(lambda: float(torch.mm(matrix, matrix).sum()))
+        del taken
+        said = str(error or "")[:200]
+        say("first product", left=room, refused=type(error).__name__, said=said, ok=isinstance(error, NoMemory | None))

@@ -33,13 +33,20 @@ def test_the_same_code_runs_small_on_the_processor(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gpu, "PRODUCT", 64)
     out, trace = tmp_path / "gpu.jsonl", tmp_path / "trace.json"
     asked = ("--device", "cpu", *SMALL, "--layers", "2", "--precisions", "fp32", "bf16", "--out", str(out))
-    for step in ("exact", "oom", "machine", "alone", "codecs", "waits", "trace"):
+    monkeypatch.setattr(gpu, "CROSSINGS", 5)
+    for step in (step for step in gpu.STEPS if step != "daemons"):
         assert main([*asked, "--trace", str(trace), "--step", step]) == 0
     rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     found = {step: [row for row in rows if row["step"] == step] for step in gpu.STEPS}
     assert [row["what"] for row in found["exact"]] == ["keep", "recompute", "checkpoint", "two stages"]
     assert all(row["ok"] for row in found["exact"])
-    assert "no memory of its own" in found["oom"][0]["left_out"]
+    assert [(row["what"], row["ok"]) for row in found["streams"]] == [
+        ("inputs ahead", True),
+        ("to the host", True),
+        ("snapshot", True),
+        ("snapshot", True),
+    ]
+    assert all("no memory of its own" in found[step][0]["left_out"] for step in ("oom", "oom_first"))
     assert all(row["flop_per_second"] > 0.0 for row in found["machine"])
     assert [row["precision"] for row in found["alone"]] == ["fp32", "bf16"]
     for row in found["alone"]:
@@ -52,6 +59,14 @@ def test_the_same_code_runs_small_on_the_processor(tmp_path: Path, monkeypatch: 
     assert [row["what"] for row in found["codecs"]] == ["int8", "int4", "sign"]
     assert all(row["ok"] and row["step_ns"] > 0.0 and not row["beside"] for row in found["codecs"])
     assert len(found["waits"]) == 3
+    for row in (*found["worker"], *found["states"][:2], *found["documents"]):
+        assert row["tokens_per_second"] > 0.0
+    assert [row.get("switch_s") for row in found["worker"]] == [None, 5e-3, 5e-4, None, None]
+    assert [row.get("threads") for row in found["worker"]] == [None, None, None, 1, 8]
+    assert all(row["arithmetic_s"] > 0.0 for row in found["worker"][3:])
+    assert [row["what"] for row in found["states"]] == ["outer step alone", "checkpoint", "joiner"]
+    assert found["states"][1]["took_s"] > 0.0 < found["states"][2]["taken_over_s"]
+    assert [row["count"] for row in found["documents"]] == [1, 2]
     [shares] = found["trace"]
     course = shares["course"]
     assert shares["computing"] is None
