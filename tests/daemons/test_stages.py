@@ -101,10 +101,16 @@ async def kill_stage_1_and_wait(swarm: LocalSwarm, waiting: asyncio.Task[None]) 
     return move, before, after
 
 
+IN_SUBSPACE = ("run.model.subspace_rank=8", "run.model.embedding_std=0.3")
+
+
 @pytest.mark.long
-async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(tmp_path: Path, temporary: Path) -> None:
-    """With standby_copies the loss goes on near where it was."""
-    config = micro("run.standby_copies=1", "run.limits.standby_seconds=0.5")
+@pytest.mark.parametrize("subspace", [(), IN_SUBSPACE])
+async def test_a_stage_is_restored_from_the_copy_that_another_stage_kept(
+    subspace: tuple[str, ...], tmp_path: Path, temporary: Path
+) -> None:
+    """With standby_copies the loss goes on near where it was, in a subspace as well."""
+    config = micro("run.standby_copies=1", "run.limits.standby_seconds=0.5", *subspace)
     async with running(config, tmp_path / "run") as (swarm, waiting):
         move, before, after = await kill_stage_1_and_wait(swarm, waiting)
         assert move.origin == "standby"
