@@ -6,8 +6,8 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 59_992,
-    "lines of the tests": 60_431,
-    "lines of benchmarks and deploy": 4_600,
+    "lines of the tests": 60_503,
+    "lines of benchmarks and deploy": 4_850,
     "module-level numbers": 503,
     "files of the package": 291,
     "files of the package below 60 lines": 34,
