@@ -161,7 +161,9 @@ class FrozenState:
 
     def leave_alone(self) -> None:
         """Nobody waits any more for what is read. A reader that is on its way may go on while nothing changes."""
-        self._alone = True
+        with self._changed:
+            self._alone = True
+            self._changed.notify_all()
 
     def thaw(self) -> None:
         """Nobody may read it any more."""
@@ -179,7 +181,8 @@ class FrozenState:
         return sum(4 * piece.source.numel() for piece in pieces)
 
     def _waits(self, began: float) -> bool:
-        """Wait for the reader to get on; False once there is none, or that was too long and it has failed."""
-        if ambient.monotonic() - began > PATIENCE_SECONDS:
+        """Wait for the reader to get on. False once nobody waits for what it reads, or that was too long and it has
+        failed."""
+        if self._alone or ambient.monotonic() - began > PATIENCE_SECONDS:
             self.thaw()
         return not self._thawed and (self._changed.wait(1.0) or True)

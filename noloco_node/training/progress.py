@@ -61,7 +61,7 @@ class Progress:
     """One for each fragment."""
     taken_over: Annotated[int, Field(exclude=True)] = 0
     """Outer rounds that came with stage peers' states in this life, less own ones that were given up for them. No
-    checkpoint has it: a checkpoint's seal covers what earlier releases wrote."""
+    checkpoint has it."""
 
     @property
     def own_rounds(self) -> int:

@@ -133,6 +133,28 @@ def test_what_is_changed_is_copied_before_and_no_more_than_is_allowed(monkeypatc
     assert state.held_seconds > 0.04
 
 
+def test_a_reader_that_has_failed_is_not_waited_for() -> None:
+    """A disk that is full breaks off each checkpoint, and the training stood still for two minutes each time."""
+    vector = torch.arange(3.0 * SMALL)
+    state, free = frozen(vector), threading.Event()
+    pieces = state.pieces()
+    next(pieces)
+
+    def change() -> None:
+        state.free({"fast"})
+        free.set()
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    assert not free.wait(0.05), "a reader that is on its way is"
+    pieces.close()  # pyright: ignore
+    state.leave_alone()
+    assert free.wait(10.0)
+    changing.join()
+    assert state.thawed
+    assert state.held_seconds > 0.04
+
+
 def test_what_is_changed_before_it_was_read_crosses_by_memory_that_is_never_paged_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
