@@ -206,6 +206,22 @@ async def test_a_device_apart_saves_goes_on_and_gives_a_model_as_the_processor_d
     assert all(type(value) is torch.Tensor and torch.equal(value, processors[name]) for name, value in devices.items())
 
 
+async def test_a_node_that_pauses_again_and_again_holds_no_sample_twice(tmp_path: Path) -> None:
+    """Its books live through a pause, and its checkpoint has the same samples: they doubled with every night."""
+    spec = micro_spec(stages=1, layers=1, outer=OUTER)
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    async with lone_node(spec, folder) as node:
+        await node.train(3)
+        ledger = node.replica.pipeline.ledger
+        ledger.waiting.append(Sample(window_rows((3, 1)), 2))
+        for _ in range(3):
+            await node.keeper.save()
+            saved = folder.newest(spec.run_id, 0)
+            assert saved is not None
+            await node.keeper.resume(saved)
+        assert len(ledger.waiting) == 1
+
+
 async def test_a_checkpoint_from_before_there_were_trails_is_resumed(tmp_path: Path) -> None:
     """Only a trail may be missing, and it begins at φ; without momentum it is refused."""
     spec = micro_spec(stages=1, layers=1, outer=OUTER.model_copy(update={"codec": "sign"}))

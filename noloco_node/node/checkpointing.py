@@ -108,6 +108,7 @@ class CheckpointKeeper:
             ) from None
         ledger = self._replica.pipeline.ledger
         ledger.resume(standing.ledger)
+        ledger.waiting.clear()  # after a pause it has those of the checkpoint already
         ledger.waiting.extend(held)
         if self._replica.pipeline.origin is None:  # else its text goes on from there already
             ledger.walk = standing.walk
