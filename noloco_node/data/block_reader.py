@@ -118,8 +118,8 @@ def cut_windows(documents: Iterable[Tokens], length: int, start: int = 0) -> Ite
 
 
 MOST_FAILED = 10
-"""The number of different blocks in a row whose reading failed that ends the run of this node. If there are fewer
-blocks, it is all of them."""
+"""The number of different blocks in a row whose reading failed that ends the run of this node, where none was read
+before them. If there are fewer blocks, it is all of them."""
 PAUSES = Doubling(1.0, 60.0)
 """Seconds of pause after blocks in a row that broke off: the disk or the hub may be away for a while."""
 
@@ -165,7 +165,7 @@ class BlockReader:
         return own[0] if self._order is None else MixedPosition(order=self._begins, sources=own)
 
     def portions(self) -> Portions:
-        """Portions without end. Raises UserError (DATA) if block after block cannot be read, or holds not one window. A
+        """Portions without end. Raises UserError (DATA) if the first blocks cannot be read, or hold not one window. A
         portion of less than `size` windows is all of `MOST_BEGUN` blocks of a source. No more of them may be begun
         before these are drawn."""
         steps = [row.steps() for row in self._rows]
@@ -251,6 +251,8 @@ class _RowReader:
         self._blocks, self.turns, self._changed = row.blocks, row.turns, changed
         self._failed = self._empty = 0
         self._failed_blocks: set[int] = set()
+        self._sound = False
+        """Whether a window was read: a hub or disk that then fails comes back, and the node waits for it."""
         self._broken: dict[str, UserError] = {}
         self._told: set[str] = set()
         """Names of these that were asked for."""
@@ -301,13 +303,14 @@ class _RowReader:
 
     def _read(self, turn: Turn) -> Generator[Tokens]:
         try:
-            yield from self._blocks.read(turn)
+            for window in self._blocks.read(turn):
+                self._sound = True
+                yield window
             self._failed = 0
-            self._failed_blocks.clear()
         except UserError as error:
             self._failed += 1
             self._failed_blocks.add(turn.block)
-            if len(self._failed_blocks) >= min(self._blocks.count, MOST_FAILED):
+            if not self._sound and len(self._failed_blocks) >= min(self._blocks.count, MOST_FAILED):
                 raise
             with self._changed:
                 self._broken.setdefault(self._blocks.name(turn.block), error)
@@ -318,12 +321,12 @@ class _RowReader:
             self._changed.wait_for(lambda: self.closed, PAUSES.after(self._failed - 1))
 
     def _note_empty(self, turn: Turn, reached: int) -> None:
-        """What an earlier life has read of a block is no word about the text."""
+        """Neither what an earlier life has read of a block nor a failure is a word about the text."""
         if reached > turn.start:
             self._empty = 0
             return
         self.turns.finished(turn.slot)  # it need not be held until what was read before it is drawn
-        self._empty += turn.start == 0
+        self._empty += turn.start == 0 and not self._failed
         if self._empty > self._blocks.count:
             raise data_error(
                 "no block of the text has as many tokens as one window of run.data.sequence_length + 1",

@@ -168,8 +168,10 @@ class SharedTurns:
 
     @property
     def position(self) -> SharedPosition:
-        """Where drawing goes on, for a checkpoint."""
+        """Where drawing goes on, for a checkpoint: before the first look that is where an earlier life has left."""
         with self._lock:
+            if self._kept is not None:
+                return self._kept
             bits = sum(1 << slot - self._base for slot in self._taken)
             own = tuple((claim.slot, claim.position) for claim in self._own.values())
             return SharedPosition(row=self._row, base=self._base, taken=f"{bits:x}", own=own)
@@ -235,6 +237,7 @@ class SharedTurns:
     def _claim(self, slot: int, position: int = 0) -> None:
         self._own[slot] = Claim(slot, position)
         self._taken.add(slot)
+        self._settle()
         self.counts.claimed += 1
 
     def _draw_next(self) -> None:
@@ -244,7 +247,6 @@ class SharedTurns:
             free = (slot for slot in count(self._base) if slot not in self._taken)
             self._claim(self._rng.choice(list(islice(free, spread))))
             self._drawn_at = self._looks
-            self._settle()
 
     def _goes_first(self, word: Said, slot: int) -> bool:
         """Whether a peer's claim goes before the own one, which is not begun: it is begun, or chance decides, the same

@@ -43,6 +43,17 @@ def hear(turns: SharedTurns, *said: Said) -> None:
         turns.heard(said, 1 + len(said))
 
 
+def test_a_node_that_stops_before_it_has_looked_around_keeps_where_it_was() -> None:
+    """A pause that comes so soon found no place in the text, and between two looks it ended the node."""
+    kept = SharedPosition(row=64, base=40, taken="6", own=((3, 5), (39, 0)))
+    turns = turns_of("a", position=kept)
+    assert turns.position == kept
+    turns.heard((), 1)
+    assert turns.position == SharedPosition(row=64, base=40, taken="6", own=kept.own)
+    hear(turns)
+    assert turns.position.own[:2] == kept.own
+
+
 def test_a_pass_is_shared_out_though_a_third_of_the_replicas_are_replaced_in_it() -> None:
     swarm = ClaimSwarm(SHAPE)
     swarm.run()

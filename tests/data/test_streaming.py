@@ -301,6 +301,14 @@ def test_one_damaged_block_that_comes_again_and_again_does_not_end_the_reading(m
     assert len(portion.windows) == 8
 
 
+def test_a_text_that_is_away_for_long_ends_no_node_that_has_read_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some minutes of trouble at a hub ended every origin of a run."""
+    monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.0, 0.0))
+    away = 3 * block_reader.MOST_FAILED
+    portions = BlockReader([Row(SmallBlocks([8] + [-1] * away + [8] * 20), Watching(12))], 8).portions()
+    assert [int(next(portions).windows[0, 0]) for _ in range(3)] == [0, away + 1, away + 2]
+
+
 def test_that_blocks_are_read_to_their_end_is_no_word_about_the_text() -> None:
     """A liar gives back slots as if it had drawn all of them: a replica that takes them up goes on with others."""
     turns, given_back = Watching(12), 3 * SmallBlocks.count
