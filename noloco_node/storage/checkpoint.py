@@ -22,9 +22,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
 )
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
@@ -136,13 +134,7 @@ class KeptStanding(BaseModel):
     ledger: dict[str, _Count]
     """Counts of microbatches. On stage 0: drawn = trained + dropped + samples held."""
     birth: Annotated[str, Field(max_length=64)] | None = None
-    """The life of the run of which this is a state; None where an older release wrote it. It is not written then, so
-    that the seal of such a checkpoint holds."""
-
-    @model_serializer(mode="wrap")
-    def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
-        written: dict[str, object] = write(self)
-        return written if self.birth is not None else {k: v for k, v in written.items() if k != "birth"}
+    """The life of the run of which this is a state; None where an older release wrote it."""
 
 
 class CheckpointManifest(Sealed):
@@ -353,7 +345,7 @@ def _read_manifest(path: Path) -> CheckpointManifest:
         if any(each["loc"] == ("format",) for each in wrong):
             raise Unusable("another version of noloco-node wrote it, in a format that this one does not read") from None
         raise _unreadable(error) from error
-    if manifest.seal != manifest.expected_seal():
+    if not Sealed.holds_in(text):
         raise Unusable(f"{MANIFEST} does not match its own seal")
     return manifest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -32,13 +33,21 @@ class Sealed(BaseModel):
 
     seal: Sha256 | Literal[""] = ""
 
-    def expected_seal(self) -> str:
-        """SHA-256 of the canonical JSON of the other fields."""
-        return hashlib.sha256(canonical_json(self.model_dump(mode="json", exclude={"seal"})).encode()).hexdigest()
+    @staticmethod
+    def holds_in(text: bytes) -> bool:
+        """Whether the seal in a manifest's JSON is that of its other fields, also of those that this release does not
+        know."""
+        written = json.loads(text)
+        seal = written.pop("seal", "")
+        return seal == _seal_of(written)
 
     def sealed(self) -> Self:
         """This manifest with its seal as it must be."""
-        return self.model_copy(update={"seal": self.expected_seal()})
+        return self.model_copy(update={"seal": _seal_of(self.model_dump(mode="json", exclude={"seal"}))})
+
+
+def _seal_of(fields: dict[str, object]) -> str:
+    return hashlib.sha256(canonical_json(fields).encode()).hexdigest()
 
 
 class WeightsManifest(Sealed):
@@ -99,10 +108,10 @@ def save_stage(
 def read_manifest(folder: Path) -> WeightsManifest:
     """What `save_stage` wrote about its files. Raises UserError (RUN_FOLDER) when it is missing, torn or altered."""
     try:
-        manifest = WeightsManifest.model_validate_json(read_small(folder / MANIFEST))
+        manifest = WeightsManifest.model_validate_json(text := read_small(folder / MANIFEST))
     except (OSError, ValidationError) as error:
         raise _unreadable(folder, error) from error
-    if manifest.seal != manifest.expected_seal():
+    if not Sealed.holds_in(text):
         raise _damaged(folder, f"{MANIFEST} does not match its own seal")
     return manifest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -16,9 +17,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from noloco_node.config.settings import canonical_json
 from noloco_node.data.sampler import SamplerPosition
+from noloco_node.data.shared_turns import SharedPosition
 from noloco_node.storage import checkpoint
-from noloco_node.storage.checkpoint import STATE, CheckpointFailed, CheckpointFolder, HeldSample, KeptStanding
+from noloco_node.storage.checkpoint import (
+    STATE,
+    Checkpoint,
+    CheckpointFailed,
+    CheckpointFolder,
+    HeldSample,
+    KeptStanding,
+)
 from noloco_node.storage.weights import MANIFEST, file_sha256
 from noloco_node.training.progress import Mark, Progress
 
@@ -66,8 +76,7 @@ def test_what_was_written_comes_back(folder: CheckpointFolder) -> None:
 
 
 def test_a_checkpoint_says_of_which_life_of_the_run_it_is(folder: CheckpointFolder) -> None:
-    """One that an older release wrote says nothing of it, and is written as it was then."""
-    assert "birth" not in json.loads((folder.path / "00000002" / MANIFEST).read_text())["standing"]
+    """One that an older release wrote says nothing of it."""
     assert folder.birth(RUN) is None
     folder.write(standing(3.0).model_copy(update={"birth": "b" * 24}), tensors(3.0))
     found = folder.newest(RUN, 1)
@@ -301,6 +310,21 @@ def test_what_the_last_stay_still_writes_is_not_mixed_with_the_next_ones(
         found = folder.newest(RUN, stage)
         assert found is not None
         assert all(torch.equal(found.tensors[name], value) for name, value in tensors(float(stage)).items())
+
+
+def test_what_another_release_wrote_beside_what_is_read_belongs_to_the_seal(tmp_path: Path) -> None:
+    """A place in a text has fields that come and go; each change of them cost all nodes their checkpoints."""
+    folder = CheckpointFolder(tmp_path, keep=1)
+    path = folder.write(standing(1.0), tensors(1.0)).path
+    written = json.loads((path / "manifest.json").read_text())
+    written["standing"]["walk"] = {"row": 8, "base": 3, "taken": "1", "own": [[3, 0]], "time": 7, "left": []}
+    seal, found = written.pop("seal"), list[Checkpoint | None]()
+    for one in (seal, hashlib.sha256(canonical_json(written).encode()).hexdigest()):
+        (path / "manifest.json").write_text(json.dumps({**written, "seal": one}))
+        found.append(folder.newest(RUN, None))
+    assert found[0] is None, "what was changed afterwards is refused"
+    assert found[1] is not None
+    assert found[1].standing.walk == SharedPosition(row=8, base=3, taken="1", own=((3, 0),))
 
 
 def test_a_manifest_that_an_earlier_release_sealed_is_whole(tmp_path: Path) -> None:
