@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_992,
-    "lines of the tests": 60_503,
+    "lines of the package": 60_002,
+    "lines of the tests": 60_584,
     "lines of benchmarks and deploy": 4_850,
     "module-level numbers": 503,
     "files of the package": 291,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 381,
+    "kB of Markdown": 382,
     "kB of results in docs": 304,
     "decision records": 40,
 }
