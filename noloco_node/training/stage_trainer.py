@@ -61,6 +61,8 @@ class StageTrainer(Trainer):
         self._precision = PRECISIONS[inner.precision]
         layout = FlatLayout.of(dict(stage.named_parameters()))
         flat = layout.flatten(dict(stage.named_parameters()))
+        self._tied = len(list(stage.named_parameters(remove_duplicate=False))) > len(layout.entries)
+        """Tells whether a weight has two names. Only then torch looks for them at each call, in all modules."""
         master = flat.to(device=torch.device(device), dtype=self._precision.masters)
         super().__init__(stage, layout, master, published=self._precision.published)
         self.wire_dtype = wire_dtype
@@ -269,7 +271,7 @@ class StageTrainer(Trainer):
             return self._run(version, inputs, passage.positions, passage.ids, compiled), None
         at, ids = self._whole(passage.positions), self._whole(passage.ids)
         with self._precision.computing(self.device):
-            found: Any = functional_call(self._stage, version.parameters, (inputs, at, ids), {"routers": True})
+            found: Any = self._called(version, inputs, at, ids, routers=True)
         outputs, logits = cast("tuple[Tensor, tuple[Tensor, ...]]", found)
         return outputs, self.router.routed(logits, self.device)
 
@@ -304,7 +306,10 @@ class StageTrainer(Trainer):
         with self._precision.computing(self.device):
             if compiled is not None:
                 return compiled(version.parameters, inputs, at, ids)
-            return cast(Tensor, functional_call(self._stage, version.parameters, (inputs, at, ids)))
+            return cast(Tensor, self._called(version, inputs, at, ids))
+
+    def _called(self, version: Version, *inputs: Tensor | None, **options: bool) -> object:
+        return functional_call(self._stage, version.parameters, inputs, options, tie_weights=self._tied)
 
     def _takes_in(self, source: str, loss_sum: float, tokens: int) -> bool:
         return not source or self.loss_bound.takes_in(loss_sum / tokens, tokens)
