@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.pretrained import setting_names
@@ -320,6 +321,17 @@ def _check_subspace(rank: int, config: PretrainedConfig) -> None:
             )
 
 
+class _Undrawn(TorchFunctionMode):
+    """Leaves new weights as they are. To draw values that no memory will hold takes half of the time of building."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        draws = getattr(func, "__module__", "") == nn.init.__name__ and "tensor" in given
+        return given["tensor"] if draws else func(*args, **given)
+
+
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The whole model without memory behind its weights. Raises UserError (CONFIG) where there is no such model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
@@ -327,7 +339,7 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise not_llama_type(config, "it has no causal language model")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Undrawn():
             return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=torch.float32))  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise UserError(
