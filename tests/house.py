@@ -21,6 +21,7 @@ from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.storage.checkpoint import CheckpointFolder
 from tests.memory_directory import MemoryDirectory
+from tests.sources import tree_of
 from tests.support import eventually
 from tests.worlds import NAMED, micro_spec, peer_name, run_ahead, world
 
@@ -60,8 +61,7 @@ def _is_number(value: ast.expr | None) -> bool:
 def _numbers(path: Path) -> int:
     """Module-level names that a file gives a number."""
     assignments = (ast.Assign, ast.AnnAssign)
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return sum(isinstance(each, assignments) and _is_number(each.value) for each in tree.body)
+    return sum(isinstance(each, assignments) and _is_number(each.value) for each in tree_of(path).body)
 
 
 def sizes() -> Figures:

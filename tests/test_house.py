@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_002,
+    "lines of the package": 60_019,
     "lines of the tests": 60_584,
     "lines of benchmarks and deploy": 4_850,
     "module-level numbers": 503,
