@@ -48,7 +48,8 @@ class DuplicateIdentityWatch:
     def look(self, view: DirectoryView, last: int) -> None:
         """This life's records so far are those up to the sequence `last`.
 
-        A clock that was ahead in an earlier life may explain one record. A node that renews its record lives.
+        A clock that was ahead in an earlier life may explain one record. A node that renews its record lives. Where
+        this node comes or goes, `Arrival` gives its records numbers of their own; a twin soon trains.
         """
         for row in (rows[self._own] for rows in view.stages if self._own in rows):
             if self._is_anothers(row, last):
@@ -57,7 +58,8 @@ class DuplicateIdentityWatch:
                 self._foreign = row.record.sequence
 
     def _is_anothers(self, row: LiveRecord, last: int) -> bool:
-        return row.expires > self._oldest and not self._first < row.record.sequence <= last
+        arrives = row.record.state in (PeerState.JOINING, PeerState.GONE)
+        return not arrives and row.expires > self._oldest and not self._first < row.record.sequence <= last
 
 
 REFRESH_SECONDS = 2.0

@@ -8,7 +8,9 @@ from noloco_node.directory.membership import Membership, OwnFigures
 from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import PeerStats
+from noloco_node.placement.arrival import Arrival
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
+from tests.support import one_turn
 
 COPIED, LIFE = PeerId("12D3KooW-of-a-copied-folder"), 60.0
 
@@ -73,4 +75,24 @@ async def test_one_record_of_a_life_whose_clock_was_ahead_is_no_twin() -> None:
     days.now -= 250.0
     life = await days.begins()
     await days.pass_by(life)
+    assert not life.twin.seen.is_set()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+async def test_what_a_node_says_of_where_it_goes_is_no_twins_word(trains: bool) -> None:
+    """It trains and thinks again and again about a move that it does not make, or waits long for its first state. What
+    it says then is numbered apart, and it was told to remove its own key."""
+    days = Days()
+    directory, known, figures = MemoryDirectory(days.hub), PeerStats(), OwnFigures(0.0, 1.0, 0)
+    life = Membership(directory, known, COPIED, 0, 2, LIFE, lambda: figures, lambda: None)
+    arrival = Arrival(directory, COPIED, LIFE, known, one_turn)
+    for _ in range(12):
+        days.now += LIFE / 3
+        if trains:
+            await life.announce(PeerState.TRAINING)
+            assert not await arrival.confirmed(1, (1.0, 1.0), lambda _: False)
+        else:
+            async with arrival.announced(0):
+                await life.refresh()
+        await life.refresh()
     assert not life.twin.seen.is_set()
