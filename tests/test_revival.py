@@ -684,3 +684,10 @@ def test_who_had_begun_reads_on_and_an_old_copy_goes_to_nobody_new() -> None:
     assert given.reading(1031.0) == {readers[4]}, "the other asked for nothing new"
     given.tend(1081.0)
     assert given.room(1081.0)
+    given.add(copies[0], readers[0], 1100.0, 1100.0)
+    given.asked(roots[0], readers[0], 5, 1000, 1140.0)
+    assert given.fresh(readers[0], 1150.0) is copies[0]
+    assert not given.room(1161.0), "it reads anew"
+    for now in (1162.0, 1163.0):
+        assert given.asked(roots[0], readers[0], 5, 1000, now) is copies[0], "the link broke, and it asks once more"
+    assert given.room(1164.0), "nobody waits for one that has asked for all"

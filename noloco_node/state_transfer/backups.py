@@ -78,6 +78,8 @@ class _Reader:
     progress: float
     """When it came, or asked for weights beyond those before."""
     beyond: int = -1
+    ends: bool = False
+    """It has asked for the last weights. It may have to ask once more, since a link may break."""
 
 
 class GivenCopy:
@@ -123,6 +125,8 @@ class GivenCopy:
     def room(self, now: float) -> bool:
         """Whether a new copy may be taken: not while one is read."""
         self.tend(now)
+        if all(reader.ends for reader in self._readers.values()):
+            self.clear()
         return self._copy is None
 
     def add(self, copy: StageCopy, peer: PeerId, taken: float, now: float) -> None:
@@ -142,12 +146,12 @@ class GivenCopy:
             return None
         if reader.beyond < at < size:
             reader.beyond, reader.progress = at, now
-        if end >= size:
-            del self._readers[peer]
+        reader.ends |= end >= size
         return self._copy
 
     def _read(self, peer: PeerId, now: float) -> None:
-        if peer not in self._readers and len(self._readers) < MOST_WAITING:
+        reader = self._readers.get(peer)
+        if reader.ends if reader else len(self._readers) < MOST_WAITING:
             self._readers[peer] = _Reader(now)
 
 
