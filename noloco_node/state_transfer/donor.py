@@ -137,10 +137,14 @@ class StateDonor(Participant):
             raise Refused(Refusal.RELAYED, "a state is not sent through a relay: one side must dial the other")
 
     async def _handle_offer(self, peer: PeerId, _request: StateRequest) -> StateOffer:
+        """What `peer` can have: all places are taken where it would have to wait till an older snapshot is read."""
         await self.refuse_relayed(peer)
-        progress = self._worker.progress
+        now, progress = ambient.monotonic(), self._worker.progress
+        others = [each for each in self._readers.reading(now) if each != peer]
+        waits = bool(others) and self._held is not None and now >= self._held.shared_until
+        readers = self._places if waits else len(others)
         return StateOffer(
-            clock=progress.clock, outer_rounds=progress.outer_rounds, readers=self.readers, places=self._places
+            clock=progress.clock, outer_rounds=progress.outer_rounds, readers=readers, places=self._places
         )
 
     async def handle_open(self, peer: PeerId, request: StateRequest) -> Reply[SignedManifest]:

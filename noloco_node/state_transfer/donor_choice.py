@@ -213,7 +213,9 @@ class StateCopier:
         """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused or TransportError;
         the replica is unchanged then."""
         try:
-            await self._ask(donor)  # there must be something to come before there is room made for it
+            offer = await self._ask(donor)  # there must be something to come before there is room made for it
+            if offer.readers >= offer.places:
+                raise Refused(Refusal.BUSY, "others read its state")
             download = await ambient.elsewhere(new_download, self._spec, self._worker, self._folder)
             manifest = await self._copy(donor, download, others)
         except Refused as error:

@@ -67,7 +67,7 @@ class StateRequest(WireModel):
 
 
 class StateOffer(WireModel):
-    """How fresh a donor's state is, and how many read it now."""
+    """How fresh a donor's state is, and how many others read it now."""
 
     clock: ClockValue
     outer_rounds: Rounds

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -381,6 +382,39 @@ async def test_a_laggard_that_only_relays_connect_says_so_once(
         relays = False
         await laggard.outer_steps.catch_up(FIRST)
         assert len(caught_up(made)) == rooms == 1
+
+
+async def test_a_laggard_makes_no_room_while_its_donor_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every few seconds it took the room of a whole state, and gave it back as it heard `busy`; macOS writes it all. A
+    place that it has itself keeps it from nothing."""
+    rooms, plain = 0, late_join.new_download
+
+    def counted(*arguments: Any) -> Download:
+        nonlocal rooms
+        rooms += 1
+        return plain(*arguments)
+
+    monkeypatch.setattr(late_join, "new_download", counted)
+    async with donors_and_joiner(1) as (made, laggard):
+        donor, asks = made.replicas[0].donor, state_messages.StateRequest.model_validate(request_of(laggard).header)
+        with monkeypatch.context() as patch:
+            patch.setattr(state_donor, "SNAPSHOT_SHARED_SECONDS", 0.0)
+            patch.setattr(state_donor, "HELD_SHARE", math.inf)
+            await donor.handle_open(PeerId("another-joiner"), asks)
+        with pytest.raises(Refused) as refused:
+            await laggard.copier.copy_from(FIRST)
+        assert (refused.value.reason, rooms) == (Refusal.BUSY, 0), "an older snapshot is being read"
+        donor.close()
+        for reader in ("another-joiner", "and-another"):
+            await donor.handle_open(PeerId(reader), asks)
+        with pytest.raises(Refused) as refused:
+            await laggard.copier.copy_from(FIRST)
+        assert (refused.value.reason, rooms) == (Refusal.BUSY, 0), "its places are taken"
+        donor.close()
+        for reader in (PeerId("another-joiner"), laggard.context.transport.peer_id):
+            await donor.handle_open(reader, asks)
+        await laggard.copier.copy_from(FIRST)
+        assert rooms == 1
 
 
 def count_chunks(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[PeerId, int]]:
