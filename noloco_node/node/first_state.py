@@ -42,6 +42,7 @@ from noloco_node.placement.arrival import (
     where_to_begin,
 )
 from noloco_node.state_transfer.donor_choice import BUSY_PATIENCE_SECONDS, NoDonor
+from noloco_node.state_transfer.fetch import DiskFull
 from noloco_node.storage.checkpoint import CheckpointFolder
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ class FirstState:
 
         None if the weights stand: those of the own checkpoint, if `own_clock` is given, else the first ones. Raises
         UserError (NO_STATE_SOURCE) if a stage peer's state is needed and nobody gave it. It is needed, too, if the run
-        began with weights that this node has no folder of.
+        began with weights that this node has no folder of. Raises DiskFull without a checkpoint to go on with.
         """
         there, joined = await self._who_answers(), self._joined
         over = await self._why_over() if joined else ""
@@ -270,6 +271,11 @@ class FirstState:
                 raise explained from None
             source = "seed" if own_clock is None else "checkpoint"
             logger.warning("begins from %s after all: %s", BEGINNINGS[source], explained.message)
+            return None
+        except DiskFull as error:
+            if own_clock is None:
+                raise
+            logger.warning("begins from %s after all: %s", BEGINNINGS["checkpoint"], error)
             return None
 
     async def _why_over(self) -> str:

@@ -19,7 +19,7 @@ from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import ReplicaContext
 from noloco_node.state_transfer.donor_choice import StateCopier
-from noloco_node.state_transfer.fetch import StateManifest
+from noloco_node.state_transfer.fetch import DiskFull, StateManifest
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Pace, Progress
 from noloco_node.transport.errors import Refused, TransportError
@@ -53,6 +53,7 @@ class OuterSteps:
         self._pace = pace
         self._behind = behind
         self._book = context.transport.peer_stats.book
+        self._no_room_told = False
 
     @property
     def partners(self) -> dict[str, int]:
@@ -114,6 +115,12 @@ class OuterSteps:
         except (Refused, TransportError) as error:
             logger.debug("could not catch up with %s: %r", partner, error)
             return
+        except DiskFull as error:
+            if not self._no_room_told:
+                self._no_room_told = True
+                logger.warning("this node is too far behind to be averaged with, and trains alone meanwhile: %s", error)
+            return
+        self._no_room_told = False
         self._behind.look()
         self._standing.begin(self._worker.progress.steps)
         logger.info("caught up with %s: %.0f tokens", partner, manifest.clock)

@@ -210,8 +210,8 @@ class StateCopier:
             await asyncio.sleep(AWAY_PAUSES.about(search.rounds - 1, self._rng))
 
     async def copy_from(self, donor: PeerId, others: Collection[PeerId] = ()) -> StateManifest:
-        """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused or TransportError;
-        the replica is unchanged then."""
+        """Take the state of this donor; TooSlow where one of `others` may be faster. Raises Refused, TransportError or
+        DiskFull; the replica is unchanged then."""
         try:
             offer = await self._ask(donor)  # there must be something to come before there is room made for it
             if offer.readers >= offer.places:

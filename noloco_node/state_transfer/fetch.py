@@ -7,6 +7,7 @@ held to the manifest.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import math
 import mmap
@@ -154,7 +155,10 @@ def take_room(descriptor: int, size: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
         return
-    while size > 0:  # macOS
+    there = os.fstatvfs(descriptor)  # macOS
+    if size > there.f_bavail * there.f_frsize:  # a laggard asks every few seconds, and would fill the disk each time
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    while size > 0:
         size -= os.write(descriptor, ZEROS[:size])
 
 
@@ -274,13 +278,17 @@ class Download:
         self._have[index] = digest_of_it
 
 
+class DiskFull(UserError):
+    """The disk has no room for a state."""
+
+
 def new_download(spec: RunSpec, worker: StageWorker, folder: Path | None = None) -> Download:
-    """Room for a state of this stage, on the disk of `folder`. UserError (RUN_FOLDER) where that has none."""
+    """Room for a state of this stage, on the disk of `folder`. Raises DiskFull (RUN_FOLDER) where that has none."""
     size = packed_size(worker.state_sizes())
     try:
         return Download(size, spec.limits.chunk_bytes, folder)
     except OSError as error:
-        raise UserError(
+        raise DiskFull(
             ExitCode.RUN_FOLDER,
             f"there is no room for a stage peer's state, {size:,} bytes: {error.strerror or error}",
             "make room on the disk of node.run_folder, or choose another run_folder",

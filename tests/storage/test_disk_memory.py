@@ -41,6 +41,18 @@ def test_a_disk_without_room_says_so_before_anything_is_written(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_a_disk_that_is_too_small_is_not_filled_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that waits for room asks every few seconds."""
+
+    def writes(*_: object) -> int:
+        raise AssertionError("it fills the disk")
+
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.setattr(os, "write", writes)
+    with pytest.raises(OSError, match="No space left"):
+        DiskMemory(1 << 60, tmp_path)
+
+
 def test_a_folder_that_is_not_there_is_no_failure(tmp_path: Path) -> None:
     """It is the disk of temporary files then."""
     DiskMemory(10, tmp_path / "missing").bytes[:2] = b"ab"

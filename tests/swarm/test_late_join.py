@@ -384,6 +384,33 @@ async def test_a_laggard_that_only_relays_connect_says_so_once(
         assert len(caught_up(made)) == rooms == 1
 
 
+async def test_a_laggard_without_room_on_its_disk_goes_on_says_so_once_and_catches_up_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A laptop that had slept for hours ended with an error, and its service does not start again after that one. One
+    that comes back with a checkpoint goes on with it in the same way."""
+    full = True
+
+    def room(size: int, chunk: int, folder: Path | None) -> Download:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return Download(size, chunk, folder)
+
+    monkeypatch.setattr(state_messages, "Download", room)
+    async with donors_and_joiner(1) as (made, laggard):
+        await laggard.membership.refresh()
+        for _ in range(3):
+            await laggard.outer_steps.catch_up(FIRST)
+        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(told) == 1
+        assert "there is no room for a stage peer's state" in told[0]
+        assert not caught_up(made)
+        assert await become_current(laggard, -1e6) is None
+        full = False
+        await laggard.outer_steps.catch_up(FIRST)
+        assert len(caught_up(made)) == 1
+
+
 async def test_a_laggard_makes_no_room_while_its_donor_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every few seconds it took the room of a whole state, and gave it back as it heard `busy`; macOS writes it all. A
     place that it has itself keeps it from nothing."""
