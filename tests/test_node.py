@@ -23,9 +23,12 @@ from noloco_node.node.interrupts import Interrupts
 from noloco_node.node.network import out_of_reach
 from noloco_node.node.stay import run_and_save
 from noloco_node.sizing.preflight import plan
+from noloco_node.storage.checkpoint import Checkpoint, CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.training.compute_device import check_device, idle_gpu
 from tests.support import one_turn
+from tests.test_checkpointing import lone_node
+from tests.worlds import micro_spec
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 
@@ -62,6 +65,58 @@ async def test_a_run_that_ends_while_a_node_is_paused_is_no_failure_of_it(
         "target_reached",
         "the run has come to its end while this node was paused",
     )
+
+
+async def test_a_second_pause_in_a_row_loses_nothing_of_what_a_full_disk_did_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that was kept in memory is resumed, and the node is paused again before it has looked where to begin. An
+    older checkpoint from the disk took its place, or none."""
+    spec, folder = micro_spec(stages=1), CheckpointFolder(tmp_path / "checkpoints", keep=2)
+    folder.path.write_text("in the way")
+
+    @contextlib.asynccontextmanager
+    async def arriving(_stage: int) -> AsyncGenerator[None]:
+        yield
+
+    stays = SimpleNamespace(arriving=arriving, signed=SimpleNamespace(kept_in=print), near=False, moving=None)
+    net = SimpleNamespace(spec=spec, settings=NodeSettings(), known=SimpleNamespace(holders=lambda *_: ()))
+    node: Any = SimpleNamespace(stays=stays, net=net, folder=None, checkpoints=folder)
+    node.pause, node.paused, node.was_paused = SimpleNamespace(rests=False), False, True
+    node.started, node.kept, resumed = True, False, list[Checkpoint]()
+
+    @contextlib.asynccontextmanager
+    async def entered(*_: object) -> AsyncGenerator[Any]:
+        yield node
+
+    async def chosen(*_: object) -> int:
+        return 0
+
+    async def paused(*_: object) -> None:
+        node.paused = True
+
+    async with lone_node(spec, folder) as life:
+
+        async def enters(*_: object) -> tuple[Any, float]:
+            resumed.append(node.saved)
+            if len(resumed) == 3:
+                raise RunHasEnded(ExitCode.NO_STATE_SOURCE, "it has come to its end", "start a new one")
+            saved, node.saved = node.saved, None
+            await life.keeper.resume(saved)
+            return SimpleNamespace(keeper=life.keeper, replica=life.replica), saved.standing.progress.clock
+
+        await life.train(3)
+        node.saved = await life.keeper.save_or_keep()
+        stand_ins = {"_enter": entered, "_choose": chosen, "_enter_stage": enters, "_first_state": paused}
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(journey, name, stand_in)
+        departure: Any = SimpleNamespace(show=None, started=0.0)
+        await journey.travel(departure, departure, Interrupts())
+    first, *again = resumed
+    assert len(again) == 2
+    for each in again:
+        assert each.standing == first.standing
+        assert all(torch.equal(each.tensors[name], tensor) for name, tensor in first.tensors.items())
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "meta", f"cuda:{torch.cuda.device_count()}", ""])

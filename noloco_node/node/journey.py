@@ -213,7 +213,9 @@ async def _obtain(node: NodeParts, stage_index: int, interrupts: Interrupts) -> 
             async with stays.arriving(stage_index):
                 stay, clock = await _enter_stage(node, stage_index, interrupts, stack)
                 origin = await _first_state(node, stay.replica, clock)
-            node.kept = node.paused and resumed
+            if node.paused and resumed:  # the disk may have none of it
+                node.saved = await stay.keeper.save_or_keep()
+                node.kept = node.saved is None
             if origin is not None:
                 moved = stays.arrived(stay.replica, origin)
                 if moved is not None or not node.started:
