@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_019,
-    "lines of the tests": 60_584,
+    "lines of the package": 60_054,
+    "lines of the tests": 60_741,
     "lines of benchmarks and deploy": 4_850,
     "module-level numbers": 503,
     "files of the package": 291,
