@@ -57,6 +57,7 @@ from noloco_node.training.compute_device import (
     has_own_memory,
     resolve_device,
 )
+from noloco_node.training.host_copies import HostCopies
 
 NO_DEVICE = 3
 """Exit code where the device is not there."""
@@ -199,7 +200,7 @@ def rate_of(trained: Trained | Plain, seconds: float) -> float:
 
 def product_flop_per_second(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """What one large product of matrices reaches."""
-    size = PRODUCT if device_kind(device) is None else PRODUCT_OF_A_CARD
+    size = _rows(device)
     one: Tensor = torch.randn(size, size, device=device, dtype=dtype)
     torch.mm(one, one)
     finish(device)  # what the first one sets up is no part of it
@@ -209,6 +210,26 @@ def product_flop_per_second(device: torch.device, dtype: torch.dtype, seconds: f
         count += 1
         finish(device)
     return count * 2.0 * size**3 / (time.perf_counter() - began)
+
+
+def bus(device: torch.device, *, pinned: bool) -> dict[str, float]:
+    """Bytes a second of a long vector's way to the host and back, and seconds in which the host's memory is made."""
+    there = torch.zeros(_rows(device) ** 2, device=device)
+    began = time.perf_counter()
+    room = HostCopies(device).room(there.shape, there.dtype) if pinned else torch.empty(there.shape)
+    room.zero_()
+    moments = [time.perf_counter() - began]
+    for to, source in ((room, there), (there, room)) * 2:  # the first of each sets up what the second finds
+        finish(device)
+        began = time.perf_counter()
+        to.copy_(source, non_blocking=True)
+        finish(device)
+        moments.append(room.nbytes / (time.perf_counter() - began))
+    return {"made_s": moments[0], "to_host_bytes_per_second": moments[3], "to_device_bytes_per_second": moments[4]}
+
+
+def _rows(device: torch.device) -> int:
+    return PRODUCT if device_kind(device) is None else PRODUCT_OF_A_CARD
 
 
 def one_stage(options: argparse.Namespace, precision: PrecisionName, *overrides: str) -> RunSpec:
@@ -374,6 +395,8 @@ def _reached(options: argparse.Namespace) -> dict[torch.dtype, float]:
 def _machine(options: argparse.Namespace, say: Say) -> None:
     for dtype, reached in _reached(options).items():
         say("product", dtype=str(dtype), flop_per_second=reached)
+    for pinned in (True, False):
+        say("bus", pinned=pinned, **bus(torch.device(options.device), pinned=pinned))
 
 
 def _alone(options: argparse.Namespace, say: Say) -> None:

@@ -47,7 +47,11 @@ def test_the_same_code_runs_small_on_the_processor(tmp_path: Path, monkeypatch: 
         ("snapshot", True),
     ]
     assert all("no memory of its own" in found[step][0]["left_out"] for step in ("oom", "oom_first"))
-    assert all(row["flop_per_second"] > 0.0 for row in found["machine"])
+    assert all(row["flop_per_second"] > 0.0 for row in found["machine"][:2])
+    assert [(row["pinned"], row["to_host_bytes_per_second"] > 0.0) for row in found["machine"][2:]] == [
+        (True, True),
+        (False, True),
+    ]
     assert [row["precision"] for row in found["alone"]] == ["fp32", "bf16"]
     for row in found["alone"]:
         assert row["tokens_per_second"] > 0.0

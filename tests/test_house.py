@@ -6,8 +6,8 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 60_054,
-    "lines of the tests": 60_741,
-    "lines of benchmarks and deploy": 4_850,
+    "lines of the tests": 60_745,
+    "lines of benchmarks and deploy": 4_873,
     "module-level numbers": 503,
     "files of the package": 291,
     "files of the package below 60 lines": 34,
