@@ -6,7 +6,7 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 60_054,
-    "lines of the tests": 60_745,
+    "lines of the tests": 60_747,
     "lines of benchmarks and deploy": 4_873,
     "module-level numbers": 503,
     "files of the package": 291,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import tree_of
+
 PACKAGE = Path(__file__).parent.parent / "noloco_node"
 ROOMS = ("averaging", "state_transfer", "placement")
 """Those that keep the law. What others still write from outside has one writer each."""
@@ -50,7 +52,7 @@ def foreign(tree: ast.Module) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_no_file_of_these_rooms_writes_what_is_anothers(path: Path) -> None:
     """It calls a method of the owner instead."""
-    assert foreign(ast.parse(path.read_text(encoding="utf-8"))) == []
+    assert foreign(tree_of(path)) == []
 
 
 def test_the_law_sees_what_it_looks_for() -> None:
