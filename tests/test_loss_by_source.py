@@ -91,3 +91,4 @@ def test_a_models_card_says_its_loss_on_each_source(tmp_path: Path) -> None:
     card = model_card(Gathered(run, {}, None, "1.0"), {}, 1, "made", score)
     for name, one in score.sources:
         assert f"| of which {name} | {one.loss:.4f} nats per token, over {one.tokens:,} tokens |" in card
+    assert "were averaged" not in card, "one replica of each stage is no mean"

@@ -81,7 +81,7 @@ def _print_exported(gathered: Gathered, exported: Exported, seconds: float) -> N
     print(f"{'model (Hugging Face folder)':<30} {made}")
     text = "" if run.data.path else " --data-path YOUR_TEXT"
     print(f"{'what it is worth':<30} noloco-node eval {exported.folder}{text}")
-    print(f"{'to the Hugging Face hub':<30} hf upload --private OWNER/NAME {exported.folder}")
+    print(f"{'to the Hugging Face hub':<30} hf upload --private --delete '*.safetensors' OWNER/NAME {exported.folder}")
 
 
 def _span(replicas: Sequence[SavedReplica]) -> str:

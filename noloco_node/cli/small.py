@@ -217,7 +217,7 @@ def watch_arguments(command: argparse.ArgumentParser) -> None:
 def _top(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from noloco_node.diagnostics.watch import follow
+    from noloco_node.diagnostics.top import follow
 
     follow(*health_address(options, os.environ, ExitCode.CHECK_FAILED), Console(), once=options.once)
     return int(ExitCode.OK)

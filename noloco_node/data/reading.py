@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import numpy as np
@@ -58,10 +58,11 @@ def open_samples(spec: DataSpec, vocab_size: int, reader: Reader, position: Posi
         blocks = [_streamed(each, spec) for each in shards]
         return _in_blocks(blocks, _held_out(shards, spec, reader.held_out_windows), spec, reader, position)
     windows = load_windows(spec, vocab_size)
+    tokens = windows.train_count * spec.sequence_length
     if spec.block_windows is not None:
         blocks = [NumberedBlocks(each, spec.block_windows, spec.seed) for each in windows.by_source()]
         held_out = _numbered_held_out(windows, spec, reader.held_out_windows)
-        return _in_blocks(blocks, held_out, spec, reader, position)
+        return replace(_in_blocks(blocks, held_out, spec, reader, position), tokens=tokens)
     walk = _walk(windows, spec.seed, reader.peer_id, position)
     prefetch = Prefetch(_walked(windows, walk, reader.microbatch_windows), walk.position, reader.prefetch_bytes)
     held_out, held_out_of = _numbered_held_out(windows, spec, reader.held_out_windows)
@@ -69,6 +70,7 @@ def open_samples(spec: DataSpec, vocab_size: int, reader: Reader, position: Posi
         draw=prefetch.draw,
         held_out=held_out,
         held_out_of=held_out_of,
+        tokens=tokens,
         position=lambda: prefetch.position,
         waited_seconds=lambda: prefetch.waited_seconds,
         close=prefetch.close,

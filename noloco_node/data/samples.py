@@ -80,6 +80,8 @@ class Samples:
     """Time that drawing has had to wait for the text, so far."""
     held_out_of: tuple[tuple[str, int], ...] = ()
     """Each source's name in a mixture and the number of its held-out windows, which lie together, in this order."""
+    tokens: int | None = None
+    """Tokens to train on in one pass over a text; None where it is streamed."""
     blocks: int | None = None
     """The number of blocks of a text that is read in blocks; in a mixture, of the source with the fewest."""
     shared: SharedRows | None = None

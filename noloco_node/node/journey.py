@@ -58,6 +58,9 @@ from noloco_node.training.placing import on_its_device
 
 logger = logging.getLogger(__name__)
 
+MANY_PASSES = 16
+"""From so many passes over a text on, one more brings a model next to nothing (arXiv 2305.16264)."""
+
 
 Show = Callable[[RunSpec, SwarmSummary], None]
 """Shows a run and its swarm to a person; called on a thread of its own, before anything is built."""
@@ -301,7 +304,15 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: Position) -
     if stage_index > 0:
         return stage, None
     windows = spec.inner.microbatch_windows, spec.evaluation.windows
-    return stage, open_samples(spec.data, stage.vocab_size, Reader(own, *windows), position)
+    samples = open_samples(spec.data, stage.vocab_size, Reader(own, *windows), position)
+    if samples.tokens is not None and spec.inner.target_tokens > MANY_PASSES * samples.tokens:
+        logger.warning(
+            "run.inner.target_tokens is %.0f times the text of %s tokens: a model that reads it so often learns it by "
+            "heart, and the validation loss rises; train on more text or for fewer tokens",
+            spec.inner.target_tokens / samples.tokens,
+            f"{samples.tokens:,}",
+        )
+    return stage, samples
 
 
 def _spare_the_collector() -> None:

@@ -293,7 +293,8 @@ class NodeView:
             if self._doing is not None:
                 made["since"] = self._doing.since
         seconds = _seconds_between(steps, now)
-        swarm = (steps[-1].clock - steps[0].clock) / seconds if seconds else None
+        ahead = steps[-1].clock - steps[0].clock if seconds else 0.0
+        swarm = ahead / seconds if ahead > 0.0 else None  # a partner that is behind takes the swarm's tokens back
         if around is not None:
             names = ("peers", "introduced", "in_hand", "queued")
             made |= {name: getattr(around, name) for name in names}

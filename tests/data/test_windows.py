@@ -15,10 +15,14 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from noloco_node.config.data_spec import DataSpec
+from noloco_node.data.sampler import SamplerPosition
 from noloco_node.data.tokenizers import ByteTokenizer, load_tokenizer
 from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.identity.peer_id import PeerId
+from noloco_node.node import journey
 from tests.data.splits import held_out_count, load_split
+from tests.worlds import micro_spec
 
 
 @pytest.fixture
@@ -141,3 +145,18 @@ def test_a_text_too_short_for_one_window_is_refused(story: DataSpec, sequence_le
     with pytest.raises(UserError, match=rf"the {part} text has .* \({sequence_length + 1}\)") as caught:
         load_windows(story.model_copy(update={"sequence_length": sequence_length}), 256)
     assert caught.value.exit_code is ExitCode.DATA
+
+
+@pytest.mark.parametrize(("times", "said"), [(journey.MANY_PASSES + 1, True), (journey.MANY_PASSES, False)])
+def test_that_a_text_is_far_too_short_for_its_run_is_said_as_the_training_begins(
+    story: DataSpec, times: int, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A first run of an own small text went from a validation loss of 4.4 to 7.5, and nothing said why."""
+    once = load_windows(story, 256).train_count * story.sequence_length
+    run = micro_spec(stages=1, inner={"target_tokens": times * once}).model_copy(update={"data": story})
+    config = run.model.config | {"vocab_size": 256}
+    run = run.model_copy(update={"model": run.model.model_copy(update={"config": config})})
+    _, samples = journey._prepare(run, 0, PeerId("a"), SamplerPosition())
+    assert samples is not None
+    samples.close()
+    assert (f"{times} times the text of {once:,} tokens" in caplog.text) is said

@@ -59,6 +59,16 @@ def test_speed_loss_and_time_left_are_those_of_the_events() -> None:
     assert figures.outer_steps == {"paired": 3, "no_partner": 0, "caught_up": 0, "aborted": 0}
 
 
+def test_a_clock_that_goes_back_is_no_speed_and_no_end_in_sight() -> None:
+    """A partner that is behind takes it back: `-78 tokens/s · 0 s left` stood in a log."""
+    view = half_way()
+    for step in range(31, 34):
+        view.observe(made.inner_step(step, clock=step))
+    figures = view.state(1033.0)
+    assert (figures.swarm_tokens_per_second, figures.seconds_left) == (None, None)
+    assert figures.tokens_per_second is not None
+
+
 def test_a_jump_of_the_clock_is_no_speed() -> None:
     """A node that takes over a stage peer's state has not trained what lies between. One that goes on from a checkpoint
     has not trained while it was away."""

@@ -168,10 +168,11 @@ def test_own_work_that_is_not_written_down_yet_is_no_zero_beside_receipts(folder
 
 
 def test_to_ask_for_the_status_loads_no_heavy_library(folder: Path, identity: Identity) -> None:
-    """Each of them takes a second or two, and a person may look every few seconds."""
+    """Each of them takes a second or two, and a person may look every few seconds; `top` is asked as often."""
     write(folder, started(identity), account())
     script = (
-        "import sys; from noloco_node.cli.main import main; code = main(['status', sys.argv[1]]); "
+        "import sys; from noloco_node.cli.main import main; import noloco_node.diagnostics.top; "
+        "code = main(['status', sys.argv[1]]); "
         "print('loaded', sorted({'torch', 'numpy', 'hivemind', 'transformers'} & set(sys.modules)), code)"
     )
     done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=60)
