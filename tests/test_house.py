@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_054,
-    "lines of the tests": 60_747,
+    "lines of the package": 60_089,
+    "lines of the tests": 60_778,
     "lines of benchmarks and deploy": 4_873,
-    "module-level numbers": 503,
-    "files of the package": 291,
+    "module-level numbers": 504,
+    "files of the package": 292,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 382,
-    "kB of results in docs": 304,
+    "kB of Markdown": 385,
+    "kB of results in docs": 307,
     "decision records": 40,
 }
 WAYS = {"a microbatch": 35, "an outer step": 35, "a joiner": 59}
