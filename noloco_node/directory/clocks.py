@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import FEW_PEERS, QUIET_PAUSES, PeerTable
+from noloco_node.tallies import FEW_PEERS, PeerTable
 
 FROM_ORIGINS = 0.5
 """A partner's clock is believed within this share of the allowed lag from the origins' clocks. A replica ten times as
@@ -29,9 +29,6 @@ peers' records may be lies."""
 RECENT_MICROBATCHES = 32
 """The number of latest microbatches that tell how far ahead the origins are. They are enough for a burst to be
 outvoted. They are few enough for a clock that follows them to be moved before it has run far."""
-QUIET_LAG = 0.25
-"""An origin says nothing any more after the own clock has run this part of the allowed lag without a word of it. It has
-come to its end or stands still, and how far ahead it was is no news."""
 
 
 def _unknown() -> None:
@@ -199,11 +196,10 @@ class Voice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """One microbatch: how far ahead of this stage's clock its origin's was, and when it was trained by either time."""
+    """One microbatch: how far ahead of this stage's clock its origin's was, and when it was trained."""
 
     voice: Voice
     at: float
-    own_clock: float
 
 
 def weighted_median(weighted: Iterable[tuple[float, float]]) -> float:
@@ -254,11 +250,9 @@ def places(heard: Iterable[OriginSeen]) -> dict[PeerId, float]:
 
 
 class OriginsSeen:
-    """The latest clock of each origin by each previous-stage peer that sent a microbatch which was then trained.
-    `max_lag` (tokens) is by how much clocks may differ."""
+    """The latest clock of each origin by each previous-stage peer that sent a microbatch which was then trained."""
 
-    def __init__(self, max_lag: float, now: Callable[[], float] = ambient.monotonic) -> None:
-        self._quiet = QUIET_LAG * max_lag
+    def __init__(self, now: Callable[[], float] = ambient.monotonic) -> None:
         self._now = now
         self._by_sender = PeerTable[PeerId, PeerTable[PeerId, OriginSeen]](FEW_PEERS)
         self._recent: deque[_Trained] = deque(maxlen=RECENT_MICROBATCHES)
@@ -272,7 +266,7 @@ class OriginsSeen:
         rose_at = now if before is None or drawn.clock > before.clock else before.rose_at
         in_all = tokens + (0 if before is None else before.tokens)
         heard[drawn.origin] = OriginSeen(sender, drawn.origin, drawn.clock, rose_at, now, in_all)
-        self._recent.append(_Trained(Voice(sender, drawn.origin, drawn.clock - own_clock, tokens), now, own_clock))
+        self._recent.append(_Trained(Voice(sender, drawn.origin, drawn.clock - own_clock, tokens), now))
 
     def latest(self, within: float = math.inf) -> list[OriginSeen]:
         """All that was heard in the last `within` seconds."""
@@ -287,20 +281,4 @@ class OriginsSeen:
         trained, so that it does not matter how long ago that is. Last words, some of them many steps old, claimed that
         a stage is ahead which is not.
         """
-        recent = [trained for trained in self._recent if trained.at >= since]
-        quiet = self._quiet_among(recent)
-        return median_voice(trained.voice for trained in recent if trained.voice.origin not in quiet)
-
-    def _quiet_among(self, recent: Sequence[_Trained]) -> set[PeerId]:
-        """Origins of which nothing is heard any more, by the microbatches that were trained last."""
-        places: dict[PeerId, list[int]] = {}
-        for place, trained in enumerate(recent):
-            places.setdefault(trained.voice.origin, []).append(place)
-        return {origin for origin, heard in places.items() if self._is_quiet(recent, heard)}
-
-    def _is_quiet(self, recent: Sequence[_Trained], heard: Sequence[int]) -> bool:
-        first, last, now = heard[0], heard[-1], len(recent) - 1
-        if recent[now].own_clock - recent[last].own_clock <= self._quiet:
-            return False
-        usual = (last - first) / (len(heard) - 1) if len(heard) > 1 else len(recent)
-        return now - last > QUIET_PAUSES * usual
+        return median_voice(trained.voice for trained in self._recent if trained.at >= since)

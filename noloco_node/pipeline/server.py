@@ -166,7 +166,7 @@ class PipelineServer:
         self._shares = SourceShares(lambda: worker.progress.clock >= spec.inner.warmup_tokens)
         self.rations = EvaluationRations(spec, worker, peer_stats.book)
         self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
-        self.origins_seen = OriginsSeen(spec.max_lag_tokens)
+        self.origins_seen = OriginsSeen()
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
         self.accepting = False

@@ -216,9 +216,9 @@ def _no_clock_runs_past(run: Run) -> Iterator[str]:
     Later stages' clocks are tied to those of the origins that are heard. When the quickest origins end, the slowest are
     behind them by no more than the allowed lag, or they would take their state. While these train on, a later stage
     passes the target (`tied_past`). It passes by its own round more, since what it was told of them is as old as that.
-    If messages were late the quick ones are believed for a quarter of the lag more, half of which counts (decision
-    258). The whole lag counts if more train than are counted, as two with one identity do. If stage 0 begins again, or
-    origins come back to it from checkpoints, it is behind theirs, which go half as fast at the slowest.
+    If messages were late the quick ones are believed for a quarter of the lag more, half of which counts. The whole lag
+    counts if more train than are counted, as two with one identity do. If stage 0 begins again, or origins come back to
+    it from checkpoints, it is behind theirs, which go half as fast at the slowest.
 
     Origins pass it by a round of their own work, whatever befell messages. An exchange moves both by half of what their
     snapshots are apart. That is the more the later its opening is: half of that lag at the most. A late joiner may meet

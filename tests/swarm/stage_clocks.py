@@ -63,7 +63,7 @@ class Pipeline:
 
     def node(self, name: str) -> Node:
         """A replica at the beginning."""
-        return Node(PeerId(name), OriginsSeen(self.lag, lambda: self.now))
+        return Node(PeerId(name), OriginsSeen(lambda: self.now))
 
     def run(self) -> None:
         """Until the clocks of stage 0 are at the target on the mean."""

@@ -140,7 +140,7 @@ class Swarm:
         self.origins = {name: self.member(name, 0) for name in (A, B, C)}
         self.watcher = self.member(PeerId("watcher-wwww"), stage)
         self.peer_stats = PeerStats(self.time)
-        self.seen = OriginsSeen(TARGET, self.time)
+        self.seen = OriginsSeen(self.time)
         self.held_up = False
         transport = MemoryTransport(MemoryNetwork(), PeerId("watcher-wwww"))
         spec = micro_spec(inner={"target_tokens": int(TARGET)}, outer=OuterSpec(max_lag_tokens=int(max_lag)))

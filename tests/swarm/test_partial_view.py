@@ -220,7 +220,7 @@ def test_the_runs_end_is_known_where_few_of_the_origins_are_seen() -> None:
     those that it has met train the run goes on; it is over a grace after they have come to the end, and at no time
     before."""
     now, rng, origins = [1000.0], random.Random(3), by_bucket(names(0))
-    met, known, seen = rng.sample(names(0), 40), PeerStats(lambda: now[0]), OriginsSeen(1.0, lambda: now[0])
+    met, known, seen = rng.sample(names(0), 40), PeerStats(lambda: now[0]), OriginsSeen(lambda: now[0])
     members = membership_of(PeerId("watcher-wwww"), 2, view_of([[], [], []], [0, 0, 0]), known)
     directory = directory_of(members)
     assert isinstance(directory, Shown)

@@ -130,7 +130,7 @@ async def test_free_keys_push_no_origin_at_work_out() -> None:
 async def test_free_keys_that_a_sender_names_fill_the_places_of_its_work_only() -> None:
     """One of three senders that do the same work names 64 keys, whose words come first. They took every place, and the
     words of the origins that the others name were lost."""
-    work = OriginsSeen(max_lag=1e6, now=lambda: 0.0)
+    work = OriginsSeen(lambda: 0.0)
     for _ in range(64):
         for sender, origins in ((150, range(60, 124)), (151, range(1, 11)), (152, range(11, 21))):
             for number in origins:
