@@ -127,8 +127,9 @@ async def reconnect_hivemind(p2p: P2P) -> None:
     await control._ensure_persistent_conn()
     unary = dict(control.unary_handlers.items())  # as they were given, not those that count
     streams = {name: handler for name, handler in control.handlers.items() if handler is not _hang_up}
-    control.unary_handlers.clear()
     for name, handler in unary.items():
+        # One at a time: those that come after are not lost where this p2pd dies as well.
+        control.unary_handlers.pop(name, None)
         await control.add_unary_handler(name, handler)
     for name, handler in streams.items():
         await control.stream_handler(name, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -15,7 +16,7 @@ from hivemind.p2p.p2p_daemon_bindings.control import (  # pyright: ignore[report
 from hivemind.proto import p2pd_pb2  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
 
-from noloco_node.libp2p.hivemind_link import forget_ended_requests, forgive_late_answers
+from noloco_node.libp2p.hivemind_link import forget_ended_requests, forgive_late_answers, reconnect_hivemind
 from tests.support import alongside, eventually, one_turn
 
 pb: Any = p2pd_pb2
@@ -97,3 +98,16 @@ async def test_of_a_request_that_has_ended_nothing_is_kept(given_up: bool) -> No
         await eventually(lambda: not control._handler_tasks, 20, "they have ended")
         assert control._pending_messages.qsize() == (0 if given_up else 20)
         assert not reading.done()
+
+
+async def test_what_a_node_serves_is_not_lost_where_the_new_p2pd_dies_as_well() -> None:
+    """It says nothing to the first handler: the next restart registers all of them."""
+    control = client()
+    served = dict.fromkeys(("find", "ping", "store"), asyncio.sleep)
+    control.unary_handlers.update(served)
+    control._ensure_persistent_conn = one_turn
+    p2p: Any = SimpleNamespace(_client=SimpleNamespace(control=control))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await reconnect_hivemind(p2p)
+    assert control.unary_handlers == served
