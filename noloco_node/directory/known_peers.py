@@ -45,7 +45,7 @@ MAX_FILE_BYTES = 256 * 1024
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,128}$")]
 """A peer id as the file has it: it is shown to a person."""
-Addresses = Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=MOST_ADDRESSES)]
+Addresses = Annotated[list[str], Field(max_length=MOST_ADDRESSES)]
 
 
 class Book(Protocol):

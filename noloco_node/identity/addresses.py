@@ -26,6 +26,8 @@ _ADDRESS = re.compile(
 CONNECT_SECONDS = 3.0
 MOST_ADDRESSES = 4
 """The most addresses that are kept of one peer."""
+LONGEST_ADDRESS = 256
+"""An address with more letters is not kept: any peer may tell of one, and the file of those seen before is bounded."""
 ALL_OFF = (
     "; if all nodes of the run are off, start its seed first, or one node by its noloco-node run CONFIG without "
     "--initial-peers, and the others once that is up (docs/operations.md, When everything was off)"
@@ -200,7 +202,7 @@ def dialable(texts: Iterable[str]) -> tuple[str, ...]:
     """The addresses that a node may dial by TCP, public ones first. A peer's loopback address counts only if it has no
     other (it is on this machine then)."""
     parsed: list[PeerAddress] = []
-    for text in texts:
+    for text in (each for each in texts if len(each) <= LONGEST_ADDRESS):
         try:
             parsed.append(parse_address(text))
         except ValueError:

@@ -69,6 +69,17 @@ def test_what_the_file_claims_is_held_to_the_same_rules(tmp_path: Path) -> None:
     assert KnownPeers(tmp_path / "peers.json").texts() == (at("203.0.114.7"),)
 
 
+def test_an_address_that_is_too_long_costs_no_other_its_place(tmp_path: Path) -> None:
+    """Any live peer may announce one: neither it nor a file with it keeps the next start from the others."""
+    path, too_long = tmp_path / "peers.json", at("a" * 250)
+    known = KnownPeers(path)
+    known.learn(PeerId(ID), [too_long, at("203.0.114.7")])
+    known.save("run-a")
+    assert KnownPeers(path).texts("run-a") == (at("203.0.114.7"),)
+    path.write_text(json.dumps({"run": "a", "peers": {ID: [too_long, at("203.0.114.7")]}}))
+    assert KnownPeers(path).texts("a") == (at("203.0.114.7"),)
+
+
 def test_a_named_run_is_entered_by_its_own_peers_only(tmp_path: Path) -> None:
     """A user that names an address means the run behind it. Peers of the last run do not stand in for it, unless the
     named peer was met in that run."""
