@@ -10,12 +10,20 @@ from dataclasses import dataclass
 
 from noloco_node.aio import cancel_and_wait
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.identity.addresses import PeerAddress, log_passed_over, no_address, peers_unreachable, try_peers
+from noloco_node.identity.addresses import (
+    CONNECT_SECONDS,
+    PeerAddress,
+    log_passed_over,
+    no_address,
+    peers_unreachable,
+    try_peers,
+)
 from noloco_node.identity.keys import Identity, identity_taken
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import ALWAYS, NOT_THIS_PEER, check_port_free, node_arguments
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay_places import circuit_address, keep_places, willing_relays
+from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
 from noloco_node.storage.private_folder import PrivateFolder, sweep_dead_folders
 
 logger = logging.getLogger(__name__)
@@ -30,7 +38,7 @@ class Doors:
     """Addresses by which a node may enter a swarm, beside the initial peers of its settings."""
 
     seen_before: tuple[str, ...] = ()
-    """Tried where no initial peer is named, or none of them answers."""
+    """Tried where no initial peer is named, or none of them proves to be that peer."""
     may_found: bool = True
     """If no address is named and none of those seen before answers, the node starts a swarm of its own."""
     comes_back: bool = False
@@ -79,18 +87,28 @@ async def running_p2p(
 
 
 async def _open_doors(named: Sequence[str], doors: Doors) -> list[PeerAddress]:
-    """The addresses that answer: of the named ones, else of peers seen before. UserError (PEERS_UNREACHABLE)."""
+    """The addresses that answer: of the named ones, and of peers seen before unless one of those proves to be the named
+    peer. UserError (PEERS_UNREACHABLE)."""
     live, reasons = await try_peers(named, PEERS_ANSWER_SECONDS)
     others = [text for text in doors.seen_before if text not in named]
     if live or others:
         log_passed_over(reasons)
-    if not live and others:
+    if others and not any(await asyncio.gather(*map(_proves_itself, live))):
         logger.info("trying %d addresses of peers seen before", len(others))
-        live, more = await try_peers(others, 0.0)
-        reasons |= more
+        more, silent = await try_peers(others, 0.0)
+        live += more  # those named come first: they may only be busy
+        reasons |= silent
     if live or (doors.may_found and not named):
         return live
     raise peers_unreachable(reasons, comes_back=doors.comes_back) if reasons else no_address()
+
+
+async def _proves_itself(address: PeerAddress) -> bool:
+    """Whether the peer of an address has the port that opens there; a new key, or another service, may have it."""
+    try:
+        return await who_answers(address.host, address.port, CONNECT_SECONDS) == address.dialled
+    except NoAnswer:
+        return False
 
 
 async def _launch(arguments: Sequence[str], peers: Sequence[PeerAddress], within: float) -> PrivateP2P:

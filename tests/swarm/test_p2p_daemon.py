@@ -114,13 +114,15 @@ async def test_one_live_peer_among_dead_ones_is_enough(tmp_path: Path, caplog: p
 async def test_peers_seen_before_stand_in_for_dead_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the named peers are dead, or none is named; with nobody left a node starts a swarm only if it may."""
+    """Where the named peers are dead, another peer has their place, or none is named. With nobody left a node starts a
+    swarm only if it may."""
     monkeypatch.setattr("noloco_node.libp2p.start.PEERS_ANSWER_SECONDS", 0.5)
     dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     key = load_or_create_identity(tmp_path / "two")
     async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "one")) as first:
         [address] = first.visible_addresses()
-        for named in ((dead,), ()):
+        imposter = address.replace(first.own_id, NOBODY)
+        for named in ((dead,), (imposter,), ()):
             async with running_p2p(joining(*named), key, Doors((dead, address), may_found=False)) as second:
                 assert second.joined_peers == (address,)
         assert f"passed over {dead}: refused" in caplog.text
