@@ -137,14 +137,16 @@ class Supervisor:
     async def renew(self) -> None:
         """Put another p2pd in the place of a sound one, since what it was told has changed; returns once it is there.
         To be called beside the work: it is the watch that starts it. It counts as no death."""
-        self._renewing = True
+        self._renewing, sound = True, self._daemon.pid
         for number in (signal.SIGTERM, signal.SIGKILL):  # the first lets it take its port back from a router
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._daemon.pid, number)
-            # It has that long to end when told to, and to be there again.
+            if self._daemon.pid == sound:  # the next one may be starting already, which takes long on a busy machine
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(sound, number)
             await self._renewed.wait(5.0)
             if not self._renewing:
                 return
+        while self._renewing:
+            await self._renewed.wait()
 
     async def _watch(self) -> NoReturn:
         loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -30,6 +31,7 @@ from noloco_node.libp2p.supervisor import (
     descriptors_of,
     restart_delay,
 )
+from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.storage.private_folder import sweep_dead_folders
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.libp2p import Libp2pTransport
@@ -262,6 +264,57 @@ async def test_only_misses_in_a_row_mean_frozen(answers: list[bool | None], froz
     else:
         with pytest.raises(IndexError, match="pop from empty"):
             await supervisor.until_frozen()
+
+
+class SlowToStart:
+    """Stands for a p2pd on a busy machine: it ends at once, and the next one takes 8 s to start."""
+
+    def __init__(self) -> None:
+        self.pid = 2**22 + 1  # nobody's
+        self.ended = asyncio.Event()
+
+    def supervised(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    async def wait_until_dead(self) -> int:
+        await self.ended.wait()
+        return 0
+
+    async def answers(self, _within: float) -> bool:
+        return True
+
+    async def restart(self, _within: float) -> None:
+        self.ended.clear()
+        self.pid += 1
+        await asyncio.sleep(8.0)
+        assert not self.ended.is_set(), "it was killed as it started"
+
+    def back(self) -> None: ...
+
+
+def test_a_p2pd_that_starts_slowly_is_not_killed_in_place_of_the_one_that_it_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new address is told: the one that was told to end has ended, and the node waits for the next one."""
+
+    async def renewed() -> int:
+        slow = SlowToStart()
+
+        def end(pid: int, _number: int) -> None:
+            if pid == slow.pid:
+                slow.ended.set()
+
+        async def nothing() -> None:
+            return None
+
+        monkeypatch.setattr(os, "kill", end)
+        supervisor = Supervisor(cast("PrivateP2P", slow), 60.0, dict, nothing)
+        before = slow.pid
+        await supervisor.beside(supervisor.renew())
+        assert asyncio.get_running_loop().time() >= 8.0, "it is there"
+        return slow.pid - before
+
+    assert in_virtual_time(renewed) == 1
 
 
 @pytest.mark.daemons
