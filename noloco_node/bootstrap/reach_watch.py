@@ -238,7 +238,7 @@ class ReachWatch:
         seen = [
             Seen(peer, network_of(hosts[peer]), place, reached)
             for peer, answer in zip(asked, answers, strict=True)
-            for place, reached in _found(answer)
+            for place, reached in _found(answer, ports)
         ]
         own = [place for place in places if place != self._announced]
         return judge(seen, own, {parse_address(text).peer for text in self._host.joined_peers})
@@ -280,14 +280,16 @@ class ReachWatch:
         return tuple(a for a, reason in zip(asked, reasons, strict=True) if reason is None)[:MOST_RELAYS]
 
 
-def _found(answer: Dialled | None) -> list[tuple[HostPort, bool]]:
-    """Where a peer dialled, and whether it reached this node there; what it says of other hosts is passed over."""
+def _found(answer: Dialled | None, ports: Sequence[int]) -> list[tuple[HostPort, bool]]:
+    """Where a peer dialled, and whether it reached this node there. What it says of ports that it was not asked for, or
+    of hosts that p2pd cannot announce, is passed over."""
     found: list[tuple[HostPort, bool]] = []
     for named, result in (answer.results if answer is not None else {}).items():
         host, _, port = named.rpartition(" ")
         try:
-            reach_of(str(ipaddress.ip_address(host)))
-            found.append((HostPort(host, int(port)), result is Reached.YES))
+            ipaddress.ip_address(host)
+            if int(port) in ports and "%" not in host:
+                found.append((HostPort(host, int(port)), result is Reached.YES))
         except ValueError:
             continue
     return found

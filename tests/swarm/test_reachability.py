@@ -245,6 +245,17 @@ async def test_one_liar_never_has_a_strangers_address_told(monkeypatch: pytest.M
     assert world.standings == [ReachStanding(Way.RELAYED, relays=(OTHER,))]
 
 
+@pytest.mark.parametrize("place", [HostPort(VICTIM.host, 99999), HostPort("2606:4700::1%a", 31337)])
+async def test_liars_of_two_networks_have_nothing_told_that_p2pd_would_refuse(
+    monkeypatch: pytest.MonkeyPatch, place: HostPort
+) -> None:
+    """A port that they were not asked for, or a host with a zone: p2pd would end at every start."""
+    world = World(says(LIAR, place, True) | says(OTHER, place, True), joined_peers=joined(LIAR))
+    async with watching(world, monkeypatch) as watch:
+        await watch.first_look()
+    assert world.changes == []
+
+
 async def test_what_a_liar_had_told_while_it_was_alone_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as a peer of another network can be asked."""
     world = World(says(LIAR, VICTIM, True), joined_peers=joined(LIAR))
