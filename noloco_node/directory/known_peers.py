@@ -211,12 +211,10 @@ def holders_in(view: DirectoryView, now: float, works: Callable[[PeerId], bool])
 
 
 LOST_PAUSES = Doubling(5.0, 60.0)
-FORGET_SECONDS = 86_400.0
 
 
 @dataclass(slots=True)
 class _Lost:
-    since: float
     next_try: float
     asked_for: int = 0
 
@@ -244,8 +242,7 @@ class LostPeers:
         for rows in old.stages:
             for peer in rows.keys() - present - farewells - self._lost.keys():
                 if self._known.met(peer):
-                    self._lost[peer] = _Lost(now, now + LOST_PAUSES.about(0, self._rng))
-        self._forget([peer for peer, lost in self._lost.items() if now - lost.since > FORGET_SECONDS])
+                    self._lost[peer] = _Lost(now + LOST_PAUSES.about(0, self._rng))
 
     def due(self, now: float) -> PeerId | None:
         """The peer to ask for now, or None; the next time for it is set."""
