@@ -194,7 +194,11 @@ async def _among_peers(settings: NodeSettings, door: Entrance) -> list[Check]:
     if settings.relay == "always":
         return [*judge_peers(told), await _through_relays(settings, door)]
     ports = own_ports(door.daemon.visible_addresses())
-    asked = list(dict.fromkeys([parse_address(text).peer for text in joined] + list(await door.daemon.connections())))
+    try:
+        connected = list(await door.daemon.connections())
+    except (OSError, TimeoutError, EOFError):  # p2pd is busy, or has died: there are no others then
+        connected = []
+    asked = list(dict.fromkeys([parse_address(text).peer for text in joined] + connected))
     results = await asyncio.gather(*(dialled_back(door.transport, peer, ports) for peer in asked[:MOST_ASKED]))
     answered = {peer: result for peer, result in zip(asked, results, strict=False) if result is not None}
     reached = check_reached(answered, ports, local_only=out_of_reach(settings, joined))

@@ -8,10 +8,14 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from noloco_node.config.load import load_config
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.diagnostics import doctor as doctor_module
 from noloco_node.diagnostics.doctor import check_invitation
 from noloco_node.errors import ExitCode
 from noloco_node.identity.invitations import invite
@@ -108,6 +112,19 @@ def test_an_invitation_that_has_ended_fails_before_any_peer_is_asked(tmp_path: P
     assert check.outcome is CheckOutcome.FAIL
     assert "ended on 2023-11-14 22:13 UTC" in check.found
     assert "clock" in check.remedy
+
+
+@pytest.mark.parametrize("failure", [TimeoutError, ConnectionResetError, EOFError])
+async def test_a_p2pd_that_does_not_say_who_is_connected_ends_no_check(failure: type[Exception]) -> None:
+    """It is busy, or has died: the other peers are not asked, and what was found is told."""
+
+    async def connections() -> None:
+        raise failure
+
+    daemon = SimpleNamespace(joined_peers=(), visible_addresses=list[str], connections=connections)
+    among: Any = vars(doctor_module)["_among_peers"]
+    checks = await among(NodeSettings(), SimpleNamespace(daemon=daemon, transport=None))
+    assert "reachable" in [check.name for check in checks]
 
 
 async def test_what_is_wrong_is_named_with_its_remedy_and_an_exit_code(tmp_path: Path, temporary: Path) -> None:
