@@ -162,7 +162,8 @@ def _clock(
     settled = [peer for peer in origins if claims[peer].settled]
     timekeepers = settled or origins or [peer for peer, claim in claims.items() if claim.serves]
     if not timekeepers:
-        return earlier.clock, None
+        resting = [claim.record.clock for claim in claims.values() if claim.answers and claim.record.shown.paused]
+        return max(earlier.clock, median(resting or [0.0])), None
     middle = median(clocks[peer] for peer in timekeepers)
     since = now if earlier.behind_since is None else earlier.behind_since
     if middle >= earlier.clock or now - since >= window:

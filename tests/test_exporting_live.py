@@ -344,12 +344,14 @@ async def test_a_stage_that_gives_nothing_is_named(tmp_path: Path) -> None:
     """After a few looks, with the exit code of missing donors."""
     async with trained(replicas=1) as swarm:
         await swarm.made.replicas[1].membership.announce(PeerState.GONE)
+        swarm.made.replicas[0].rested = True
+        await swarm.made.replicas[0].membership.announce(PeerState.DRAINING)
         gatherer, transport, _ = swarm.gatherer(tmp_path / "spool")
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match="gave its weights; nodes of stage 0 are paused") as caught:
             await gatherer.gather()
         await transport.close()
     assert caught.value.exit_code is ExitCode.NO_STATE_SOURCE
-    assert "stage 1" in caught.value.message
+    assert "stages 0 and 1" in caught.value.message
 
 
 async def test_a_full_disk_ends_it_with_a_remedy(tmp_path: Path) -> None:

@@ -30,6 +30,11 @@ def test_a_swarm_is_seen_with_its_stages_nodes_and_what_is_missing() -> None:
     (gone,) = (line for line in text.splitlines() if "gone fishing …000009" in line)
     assert gone.split("…000009")[1].split()[:2] == ["1", "gone"]
     assert gone.split()[-4:-1] == ["2,048", "45", "s"]
+    (head,) = (line for line in text.splitlines() if "trained" in line and "seen" in line)
+    assert "outer steps" in head
+    rest = drawn(swarm_screen(swarm(nodes=(node(0), node(1, 1, state="paused"))), 50))
+    assert "only paused nodes have stage 1" in rest
+    assert "no node that answers" not in rest
     assert "as they say" in drawn(swarm_screen(swarm(speed_from="records"), 50))
     ended = drawn(swarm_screen(swarm(clock=0.0, over=True), 50))
     assert "the run is over" in ended

@@ -70,7 +70,7 @@ def doing(facts: Facts) -> tuple[What, str]:
         return "draining", "leaving: finishing what is under way"
     if facts.state is PeerState.FINISHING:
         return "finishing", "its training is over: serving others, and averaging a last time"
-    if facts.idle_seconds <= max(IDLE_SECONDS, USUAL_STEPS * facts.step_seconds):
+    if not facts.missing and facts.idle_seconds <= max(IDLE_SECONDS, USUAL_STEPS * facts.step_seconds):
         return "training", "training"
     if facts.missing:
         number, few = ", ".join(map(str, facts.missing)), too_few(facts.nodes, facts.stages)

@@ -134,8 +134,7 @@ def seed(options: argparse.Namespace) -> int:
             if run is not None and options.model:
                 from noloco_node.exporting.collecting import collect_weights as collects
 
-        model = None if collects is None else settings.run_folder / "model"
-        tell = partial(print_seed, model=model, say=teller(settings.log_format))
+        tell = partial(print_seed, model=settings.run_folder / "model", say=teller(settings.log_format))
         way_out.run(run_seed(run, settings, tell, way_out, collects))
     return int(ExitCode.INTERRUPTED)
 

@@ -214,12 +214,19 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
     Raises UserError (CONFIG) where the run names no owner or another, or the time or the peer id is none.
     """
     from noloco_node.config.own_paths import join_line, join_note
+    from noloco_node.identity.addresses import parse_peer
     from noloco_node.identity.invitations import invite
     from noloco_node.identity.keys import load_or_create_identity
     from noloco_node.telemetry.words import as_utc
 
     if not 0 < hours <= 24 * 3650:
         raise UserError(ExitCode.CONFIG, f"--hours is {hours:g}", "choose more than 0, and no more than ten years")
+    if peer is not None:
+        try:
+            parse_peer(peer)
+        except ValueError:
+            message, remedy = f"--peer is {peer[:60]!r}, no peer id", "copy it from `noloco-node identity show` there"
+            raise UserError(ExitCode.CONFIG, message, remedy) from None
     owner = load_or_create_identity(key) if run.access.owner is None else _named_owner(run.access.owner, key)
     if run.access.owner != owner.peer_id:
         raise _not_the_owner(run, owner)

@@ -269,9 +269,16 @@ def print_ended(run_folder: Path, say: Say = print_now) -> None:
 
 
 def print_seed(
-    run: RunSpec | None, addresses: list[str], begins: SeedBegins, *, model: Path | None = None, say: Say = print_now
+    run: RunSpec | None,
+    addresses: list[str],
+    begins: SeedBegins,
+    collects: bool,
+    *,
+    model: Path,
+    say: Say = print_now,
 ) -> None:
-    """The addresses of a seed that is up, and how it begins; `model`: where it keeps the run's model."""
+    """The addresses of a seed that is up, and how it begins; `model`: where the run's model will be, if it `collects`
+    that."""
     up = "seed of any run is up" if run is None else f"seed of run {run.name} ({run.run_id}) is up"
     if run is None:
         lines = [up, *(f"  others name it with: --initial-peers {address}" for address in addresses)]
@@ -290,6 +297,6 @@ def print_seed(
             "  IT BEGINS A NEW SWARM, as the first seed of a run does. Nodes that are up already are in another one; "
             "to hold that together, stop this seed and start it again with --initial-peers and a node's address"
         )
-    if model is not None:
+    if collects:
         lines.append(f"  the run's model will be in {model}, made anew while nodes train it")
     say("\n".join(lines))

@@ -128,9 +128,12 @@ class Gatherer:
         replicas = await self.found()
         lost = [stage for stage, found in replicas.items() if not found]
         if lost:
+            live = self._directory.view.everyone(self._directory.now())
+            paused = sorted({record.stage for record in live if record.stage in lost and record.shown.paused})
             raise UserError(
                 ExitCode.NO_STATE_SOURCE,
-                f"no replica of {as_stages(lost)} of run '{self._run.name}' gave its weights",
+                f"no replica of {as_stages(lost)} of run '{self._run.name}' gave its weights"
+                + (f"; nodes of {as_stages(paused)} are paused" if paused else ""),
                 "try again when nodes train it (noloco-node watch shows them), or export the run folders of its nodes",
             )
         hellos = await self._hellos([PeerId(replica.peer) for replica in replicas[0]])

@@ -91,8 +91,8 @@ def parse_address(text: str) -> PeerAddress:
     port = int(match["port"])
     if not 0 < port < 65536:
         raise ValueError(f"malformed: {port} is no TCP port")
-    relay = match["relay"]
-    return PeerAddress(text, match["host"], port, _peer_id(match["peer"]), None if relay is None else _peer_id(relay))
+    relay = None if match["relay"] is None else parse_peer(match["relay"])
+    return PeerAddress(text, match["host"], port, parse_peer(match["peer"]), relay)
 
 
 def check_addresses(texts: Sequence[str]) -> None:
@@ -112,12 +112,13 @@ def check_addresses(texts: Sequence[str]) -> None:
         )
 
 
-def _peer_id(text: str) -> PeerId:
+def parse_peer(text: str) -> PeerId:
+    """A whole peer id; ValueError saying what is wrong."""
     try:
-        known = base58.b58decode(text)[:2]
+        known = base58.b58decode(text)
     except ValueError:
         known = b""
-    if known not in (b"\x00\x24", b"\x12\x20"):
+    if known[:2] not in (b"\x00\x24", b"\x12\x20") or len(known) != 2 + known[1]:
         raise ValueError(f"malformed: {text[:60]} is no peer id")
     return PeerId(text)
 

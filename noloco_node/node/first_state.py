@@ -169,10 +169,11 @@ async def _begin_anew(replica: Replica, stays: StageLifecycle, checkpoints: Chec
 
 
 def _all_are_near(replica: Replica) -> bool:
-    """Whether every node that the directory knows is near the run's end: then a state that nobody gives is no loss."""
+    """Whether every node that the directory knows is near the run's end, and none is paused: then a state that nobody
+    gives is no loss."""
     spec, others = replica.context.spec, replica.membership.others()
     near = near_from(spec.inner.target_tokens, spec.max_lag_tokens)
-    return bool(others) and all(record.clock > near for record in others)
+    return bool(others) and all(record.clock > near and not record.shown.paused for record in others)
 
 
 def _stage_has_ended(replica: Replica) -> bool:

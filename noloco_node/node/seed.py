@@ -114,8 +114,8 @@ Collects = Callable[[RunSpec, Path, Transport, Directory, Callable[[], bool]], C
 SeedBegins = Literal["anew", "among_others", "after_the_end"]
 """A seed that no peer has let in begins a swarm, but for one whose folder says that the run has come to its end."""
 
-_Tell = Callable[[RunSpec | None, list[str], SeedBegins], None]
-"""Told the run, if there is one, and the addresses of the seed, once it is up."""
+_Tell = Callable[[RunSpec | None, list[str], SeedBegins, bool], None]
+"""Told the run, if there is one, the addresses of the seed, and whether it collects the model, once it is up."""
 
 
 async def run_seed(
@@ -182,7 +182,7 @@ async def _run(
                 )
                 if agreed is not None:
                     serve_spec(door.transport, agreed)
-                tell(agreed, door.daemon.visible_addresses(), begins)
+                tell(agreed, door.daemon.visible_addresses(), begins, bool(beside))
                 pages.records = lambda: directory.records_held
                 with interrupts.leaving():
                     await _serve(door, directory, agreed, settings, interrupts, pages, last, life, beside)

@@ -199,9 +199,11 @@ class Arrival:
     @contextlib.asynccontextmanager
     async def announced(self, stage: int, state: PeerState = PeerState.JOINING) -> AsyncGenerator[None]:
         """Keep the announcement alive while the block runs; withdraw it where the block fails. A node that announces
-        itself as DRAINING is paused, and will be back."""
-        await self._publish(stage, state)
-        renewing = asyncio.create_task(self._renew(stage, state))
+        itself as DRAINING is paused, and will be back: what it last said of its work stands."""
+        live = self._directory.view.live(stage, self._directory.now()) if state is PeerState.DRAINING else ()
+        last = next((record for record in live if record.peer_id == self._own), None)
+        await self._publish(stage, state, last)
+        renewing = asyncio.create_task(self._renew(stage, state, last))
         try:
             yield
         except BaseException:
@@ -215,21 +217,23 @@ class Arrival:
         """This node does not come to `stage` after all."""
         await self._publish(stage, PeerState.GONE)
 
-    async def _renew(self, stage: int, state: PeerState) -> None:
+    async def _renew(self, stage: int, state: PeerState, last: PeerRecord | None) -> None:
         while True:
             await asyncio.sleep(self._record_seconds / 3)
-            await self._publish(stage, state)
+            await self._publish(stage, state, last)
 
-    async def _publish(self, stage: int, state: PeerState) -> None:
-        gone = state is PeerState.GONE
+    async def _publish(self, stage: int, state: PeerState, last: PeerRecord | None = None) -> None:
+        gone, shown = state is PeerState.GONE, self._shown if last is None else last.shown
         record = PeerRecord(
             peer_id=self._own,
             stage=stage,
             state=state,
+            clock=0.0 if last is None else last.clock,
+            outer_steps_taken=0 if last is None else last.outer_steps_taken,
             protocol=PROTOCOL_VERSION,
             version=__version__,
             sequence=int(self._directory.now() * 1000),
-            shown=self._shown.model_copy(update={"paused": state is PeerState.DRAINING}),
+            shown=shown.model_copy(update={"name": self._shown.name, "paused": state is PeerState.DRAINING}),
         )
         life = self._record_seconds + (WITHDRAWAL_MARGIN_SECONDS if gone else 0.0)
         if not await self._directory.publish(record, life):

@@ -333,7 +333,8 @@ def faults(told: ReportedRun) -> list[Count]:
         for what, count in _of_books(part.microbatches):
             add(what, name, count)
         for reason, count in part.refused.items():
-            add(f"refusals given: {words(named(reason))}", name, count)
+            why = "not served then, as while joining or paused" if reason == "unknown_method" else words(named(reason))
+            add(f"refusals given: {why}", name, count)
         for reason, count in chronicle.aborted.items():
             add(f"outer steps that came to nothing: {named(reason)}", name, count)
         add("outer steps without a partner", name, part.outer_steps.get("no_partner", 0))

@@ -132,15 +132,16 @@ class NodePages:
     def _state(self) -> dict[str, Any]:
         lag = self._heartbeat.age if self._heartbeat else 0.0
         state = self._view.state(around=self._look_around(), lag=lag)
-        said: dict[str, Any] = json.loads(
-            state.model_copy(update={"log": self._log.lines()}).model_dump_json(by_alias=True)
-        )
+        changes: dict[str, Any] = {"log": self._log.lines()}
+        if state.state == "paused":  # the speeds behind these were those before
+            changes |= dict.fromkeys(("tokens_per_second", "swarm_tokens_per_second", "seconds_left"))
+        said: dict[str, Any] = json.loads(state.model_copy(update=changes).model_dump_json(by_alias=True))
         return said
 
     def _look_around(self) -> Surroundings | None:
         look, loop = self.look, self._loop
         if look is None or loop is None:
-            return self._around
+            return None  # with no stage, as in a pause, nobody is looked at: what was seen before does not stand
         seen: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def see() -> None:

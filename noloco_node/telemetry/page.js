@@ -290,7 +290,7 @@ function tablesOfNode(s) {
   const faults = [];
   for (const [name, value] of Object.entries(s.faults)) {
     if (typeof value === "number") { if (value) faults.push([name.replaceAll("_", " "), whole(value)]); }
-    else for (const [why, count] of Object.entries(value)) if (count) faults.push([`${name}: ${why.replaceAll("_", " ")}`, whole(count)]);
+    else for (const [why, count] of Object.entries(value)) if (count) faults.push([`${name}: ${why === "unknown_method" ? "not served then, as while joining or paused" : why.replaceAll("_", " ")}`, whole(count)]);
   }
   if (s.outer_steps.aborted) faults.push(["outer steps that came to nothing", whole(s.outer_steps.aborted)]);
   rows("faults", faults.length ? faults : [["nothing so far", ""]]);

@@ -280,7 +280,11 @@ def _troubles_of_swarm(view: SwarmView) -> Iterator[str]:
     elif view.introduced and not view.present:
         yield f"{as_many(view.introduced, 'record')} found, and no node of them has answered yet"
     elif view.missing:
-        yield f"no node that answers serves {as_stages(view.missing)}"
+        paused = {node.stage for node in view.nodes if node.answers and node.state == "paused"} & {*view.missing}
+        if paused:
+            yield f"only paused nodes have {as_stages(sorted(paused))}"
+        if empty := sorted({*view.missing} - paused):
+            yield f"no node that answers serves {as_stages(empty)}"
 
 
 def _progress_of_swarm(view: SwarmView) -> RenderableType:
@@ -329,7 +333,7 @@ def _nodes(view: SwarmView, most: int) -> RenderableType:
     nodes = sorted(view.nodes, key=lambda node: (not node.answers, node.stage, node.peer_id))
     gone = view.departed[: max(0, most - len(nodes))]
     left = view.introduced - min(len(nodes), most)
-    columns = "node, stage, state, tokens/s, behind, averaged, trained, seen"
+    columns = "node, stage, state, tokens/s, behind, outer steps, trained, seen"
     return _table(columns, [*map(_node, nodes[:most]), *map(_departed, gone)], f"{left} more" if left > 0 else "")
 
 

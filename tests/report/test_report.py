@@ -21,7 +21,7 @@ from noloco_node.report.chronicle import Chronicle
 from noloco_node.report.folder import read_folder
 from noloco_node.report.page import make_report, page
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import AnyEvent, Doing, P2pdRestarted, StateSourceFailed, Warned
+from noloco_node.telemetry.events import Account, AnyEvent, Doing, P2pdRestarted, StateSourceFailed, Warned
 from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import throughput_curve, token_counters
 from tests.telemetry import made_events as made
@@ -87,6 +87,15 @@ def test_the_figures_are_the_summarys_and_those_of_status(below: str, tmp_path: 
         "microbatches requeued": 12,
         "microbatches sent to a second replica": 4,
     }
+
+
+def test_a_refusal_of_who_has_no_stage_is_told_in_words(tmp_path: Path) -> None:
+    """Others ask a node that is paused, which refuses as unknown what only its stage answers."""
+    for name, events in made.whole_run().items():
+        refused = {"refused": {"unknown_method": 16}}
+        write(tmp_path / name, *(e.model_copy(update=refused) if isinstance(e, Account) else e for e in events))
+    told = counted(figures.faults(read_folder(tmp_path, NOW)))
+    assert told["refusals given: not served then, as while joining or paused"] == 64
 
 
 def test_the_merged_loss_of_a_finished_run_is_that_of_its_summary(tmp_path: Path) -> None:

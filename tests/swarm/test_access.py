@@ -166,10 +166,13 @@ def test_the_command_signs_its_owners_runs_only(owner: Identity, tmp_path: Path)
     assert "was made now" not in raised.value.message
     with pytest.raises(UserError, match="--hours"):
         make_invitation(run_of(owner), owner.path, peer=None, hours=0)
-    spec = run_of(owner)
-    text, lines = make_invitation(spec, owner.path, peer=GUEST, hours=2)
+    spec, guest = run_of(owner), load_or_create_identity(tmp_path / "guest.key").peer_id
+    for mistyped in ("abc", "notapeeridatall", guest[:-1]):
+        with pytest.raises(UserError, match=f"--peer is '{mistyped}', no peer id"):
+            make_invitation(spec, owner.path, peer=mistyped, hours=2)
+    text, lines = make_invitation(spec, owner.path, peer=guest, hours=2)
     grant = read_invitation(f"\n {text[:40]}\n{text[40:]} ").grant
-    assert (grant.run, grant.subject, grant.by_key) == (spec.run_id, GUEST, False)
+    assert (grant.run, grant.subject, grant.by_key) == (spec.run_id, guest, False)
     assert abs(grant.expires - time.time() - 7200) < 60
     assert time.strftime("until %Y-%m-%d %H:%M UTC", time.gmtime(grant.expires)) in lines[1]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from noloco_node.aio import cancel_and_wait
-from noloco_node.directory.records import PeerRecord, PeerState
+from noloco_node.directory.records import OwnWord, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.placement.arrival import Arrival
 from noloco_node.placement.balancing import Server, supply_of, worth_moving
@@ -91,6 +91,19 @@ async def test_an_announcement_lives_while_the_node_prepares_and_is_withdrawn_wh
         await prepare_in_vain()
     assert not announced()
     assert (await directory.refresh()).live(0, hub.now()) == ()
+
+
+async def test_who_is_paused_still_says_what_it_has_done() -> None:
+    """Who looks on would else see a run of no tokens."""
+    hub, own = MemoryDirectoryHub(1), PeerId("joiner-000001")
+    directory = MemoryDirectory(hub)
+    word = OwnWord(name="old", tokens=640)
+    await directory.publish(record_of(own, 0, clock=790.0, outer_steps_taken=20, shown=word), 60.0)
+    await directory.refresh()
+    async with Arrival(directory, own, 20.0, AllAnswer(), one_turn, "new").announced(0, PeerState.DRAINING):
+        said = hub.rows[0][own].record
+    assert (said.shown_state, said.clock, said.outer_steps_taken) == ("paused", 790.0, 20)
+    assert (said.shown.name, said.shown.tokens) == ("new", 640)
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -230,6 +230,14 @@ def test_a_run_that_is_over_misses_no_stage() -> None:
     assert not seen([record("a"), record("ghost", 0, finished=True), record("b", 1)]).over
 
 
+def test_a_run_whose_nodes_are_all_paused_stands_where_they_left_it() -> None:
+    """For who looks for the first time, and for who has seen it further; a ghost's word is none."""
+    rows = [record(name, n, state="draining", clock=7e5 + n, shown={"paused": True}) for n, name in enumerate("ab")]
+    first = seen([*rows, record("ghost", 0, clock=9e9, state="draining", shown={"paused": True})])
+    assert (first.clock, first.missing) == (7e5 + 0.5, (0, 1))
+    assert seen(rows, seen([record("a", clock=8e5)])).clock == 8e5
+
+
 async def test_who_looks_on_sees_a_swarm_that_trains_and_nobody_counts_it() -> None:
     """It publishes nothing, says hello only, and its view is that of the replicas themselves."""
     spec = micro_spec(limits=LimitsSpec(record_seconds=60, chunk_bytes=4096))

@@ -21,6 +21,7 @@ IDLE = replace(BUSY, idle_seconds=60.0)
     [
         (BUSY, "training", "training"),
         (replace(IDLE, step_seconds=20.0), "training", "training"),
+        (replace(BUSY, missing=(2,), nodes=3), "waiting_for_peers", "a replica of stage 2: none is known"),
         (IDLE, "waiting_for_work", "answers from stage 2, which has 2 replicas: 1 microbatches are under way"),
         (replace(IDLE, in_hand=0), "waiting_for_work", "microbatches from stage 0, which has 2 replicas"),
         (replace(IDLE, after=0), "waiting_for_peers", "a replica of stage 2: none is known"),

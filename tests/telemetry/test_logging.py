@@ -88,7 +88,7 @@ def test_beside_a_log_of_json_a_command_says_nothing_that_is_none(capsys: pytest
     configure_logging("INFO", NodeLog(), style="json")
     run, say = load_config(MICRO).run, teller("json")
     print_run(run, SwarmSummary(0.0, 49_152, (1, 1), 1.0), say)
-    print_seed(run, ["/ip4/127.0.0.1/tcp/1/p2p/QmX"], "anew", say=say)
+    print_seed(run, ["/ip4/127.0.0.1/tcp/1/p2p/QmX"], "anew", False, model=Path("model"), say=say)
     assert main(["join", "nonsense", "--log-format", "json"]) == ExitCode.CONFIG
     captured = capsys.readouterr()
     rows = [json.loads(line) for line in captured.err.splitlines()]
@@ -110,8 +110,9 @@ def test_who_founds_a_swarm_says_so_and_how_a_seed_comes_into_it(capsys: pytest.
         if founded:
             assert parser().parse_args(shlex.split(seeds[0])).initial_peers == [address]
     for begins, told in (("anew", True), ("among_others", False), ("after_the_end", False)):
-        print_seed(run, [address], begins)
-        assert ("BEGINS A NEW SWARM" in capsys.readouterr().out) is told
+        print_seed(run, [address], begins, told, model=Path("model"))
+        printed = capsys.readouterr().out
+        assert ("BEGINS A NEW SWARM" in printed, "the run's model will be in model" in printed) == (told, told)
 
 
 @pytest.mark.usefixtures("untouched_logging")

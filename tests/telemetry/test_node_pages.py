@@ -209,6 +209,21 @@ async def test_the_state_says_what_the_events_say(tmp_path: Path) -> None:
     assert any("inner step 61 skipped" in line["text"] for line in said["log"])
 
 
+async def test_in_a_pause_a_node_shows_no_peers_and_speeds_of_before(tmp_path: Path) -> None:
+    """Whoever looks would take them for what is there now."""
+    async with shown(tmp_path) as (telemetry, address):
+        for event in list(made.node_events("s0-r0"))[:-1]:
+            telemetry.emit(event)
+        with telemetry.showing(lambda: Surroundings((seen(),), 5, in_hand=2, queued=1)):
+            before = json.loads((await ask(address, "/api/state"))[1])
+        telemetry.pages.shown.made = None
+        telemetry.emit(doing("paused", "paused: for this test"))
+        rests = json.loads((await ask(address, "/api/state"))[1])
+    assert (len(before["peers"]), before["tokens_per_second"] is None) == (1, False)
+    assert (rests["peers"], rests["introduced"], rests["in_hand"]) == ([], 0, 0)
+    assert rests["tokens_per_second"] is rests["swarm_tokens_per_second"] is rests["seconds_left"] is None
+
+
 async def test_the_log_of_the_page_holds_whole_addresses_and_ends_behind_a_word(tmp_path: Path) -> None:
     """A node that is up names the addresses by which others join; half of one is worth nothing."""
     address = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP"
