@@ -110,6 +110,17 @@ def test_special_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
         assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token_id == end
 
 
+def test_a_mark_of_the_tokenizer_beyond_the_vocabulary_is_left_out(tmp_path: Path) -> None:
+    """A run was trained to its end, and its model could not be written."""
+    spec = spec_of("llama", 1)
+    own = build_byte_tokenizer()
+    own.add_tokens([f"<{n}>" for n in range(spec.config["vocab_size"] - 256)])
+    own.add_special_tokens({"pad_token": "<pad>"})
+    own.save_pretrained(tmp_path / "tokenizer")
+    export_model(spec, parameters_by_full_name(build_all(spec)), tmp_path / "model", str(tmp_path / "tokenizer"))
+    assert json.loads((tmp_path / "model" / "config.json").read_text()).get("pad_token_id") is None
+
+
 @pytest.mark.parametrize("change", ["missing", "unknown", "misshapen"])
 def test_an_incomplete_state_is_refused(change: str, tmp_path: Path) -> None:
     """A forgotten stage must not become a half-random model; nothing is written."""
