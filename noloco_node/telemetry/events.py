@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from noloco_node import ambient
 from noloco_node.config.files import is_plain
@@ -51,6 +51,12 @@ class Event(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")  # null would not be read back
 
     time: float = Field(default_factory=ambient.wall)
+
+    @field_validator("detail", "error", "path", check_fields=False)
+    @classmethod
+    def _encodable(cls, text: str | None) -> str | None:
+        # They may name a file, and a name that is not UTF-8 holds lone surrogates, which no event file takes.
+        return text and text.encode(errors="replace").decode()
 
 
 class NodeStarted(Event):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from noloco_node.telemetry.events import (
     EventReader,
     InnerStep,
     NodeReassigned,
+    Warned,
     read_events,
 )
 from tests.telemetry import made_events as made
@@ -59,6 +61,13 @@ def test_a_line_that_a_killed_node_left_half_written_does_not_spoil_the_next_lif
         second.write(events[1])
         second.close()
         assert read_events(path) == events
+
+
+def test_a_file_name_that_is_not_utf8_is_told(tmp_path: Path) -> None:
+    """A damaged shard of such a name ended the node that passed it over."""
+    path = tmp_path / "events.jsonl"
+    EventFile(path).write(Warned(what="text_damaged", detail=os.fsdecode(b"caf\xe9.txt is passed over")))
+    assert [event.detail for event in read_events(path) if isinstance(event, Warned)] == ["caf?.txt is passed over"]
 
 
 def test_what_is_no_event_is_passed_over(tmp_path: Path) -> None:
