@@ -472,18 +472,20 @@ class EventFile:
         self._path = path
         self._file = path.open("ab+", buffering=0)
         self._refused = False
-        self._cut(_whole_lines(path))
+        self._size = _whole_lines(path)
+        self._cut()
 
     def write(self, event: Event) -> None:
         """Append one event."""
         line = (event.model_dump_json(by_alias=True) + "\n").encode()
-        before = os.fstat(self._file.fileno()).st_size
         try:
+            if self._refused:
+                self._cut()
             written = self._file.write(line)
             if written != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._size = self._file.tell()
         except OSError as error:
-            self._cut(before)
             if not self._refused:
                 logger.warning("events are lost, %s takes no more: %s", self._path, error.strerror or error)
             self._refused = True
@@ -494,9 +496,10 @@ class EventFile:
         """Close the file; further writes are an error."""
         self._file.close()
 
-    def _cut(self, size: int) -> None:
-        if os.fstat(self._file.fileno()).st_size > size:
-            self._file.truncate(size)
+    def _cut(self) -> None:
+        """Take off what is written beyond the last whole line."""
+        if os.fstat(self._file.fileno()).st_size > self._size:
+            self._file.truncate(self._size)
 
 
 def _whole_lines(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -68,6 +69,21 @@ def test_a_file_name_that_is_not_utf8_is_told(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     EventFile(path).write(Warned(what="text_damaged", detail=os.fsdecode(b"caf\xe9.txt is passed over")))
     assert [event.detail for event in read_events(path) if isinstance(event, Warned)] == ["caf?.txt is passed over"]
+
+
+def test_a_folder_that_goes_away_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network's disk each call may fail; what comes afterwards is whole."""
+    file = EventFile(tmp_path / "events.jsonl")
+
+    def gone(_: int) -> None:
+        raise OSError(errno.ENOTCONN, "gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", gone)
+        patched.setattr(file, "_file", (tmp_path / "events.jsonl").open("rb"))
+        file.write(made.inner_step(1))
+    file.write(made.inner_step(2))
+    assert [event.step for event in read_events(tmp_path / "events.jsonl") if isinstance(event, InnerStep)] == [2]
 
 
 def test_what_is_no_event_is_passed_over(tmp_path: Path) -> None:
