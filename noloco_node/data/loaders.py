@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import io
+import itertools
 import json
 import logging
 import re
@@ -317,10 +318,11 @@ def _no_json(place: str, error: Exception) -> UserError:
 def _csv(file: SourceFile, field: str) -> Iterator[Document]:
     csv.field_size_limit(LONGEST_TEXT)
     with _Decoded(file) as stream:
-        reader = csv.reader(stream, strict=True)
+        first = next(stream, "").removeprefix("\ufeff")  # before a quote the mark would make it a part of the name
+        reader = csv.reader(itertools.chain([first], stream), strict=True)
         rows: Iterator[list[str]] = (row for row in reader if row)
         try:
-            names = [name.removeprefix("\ufeff") for name in next(rows, list[str]())]
+            names = next(rows, list[str]())
             if field not in names:
                 raise no_column(field, f"'{file.name}'", names)
             if names.count(field) > 1:

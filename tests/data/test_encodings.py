@@ -61,6 +61,12 @@ def test_another_encoding_is_refused_with_the_setting_and_then_read(encoding: st
     assert [document.text for document in read_documents(spec)] == ([text] if name == "book.txt" else lines)
 
 
+def test_a_mark_before_a_quoted_name_is_no_part_of_it(tmp_path: Path) -> None:
+    """Databases and pandas write such tables."""
+    (tmp_path / "rows.csv").write_text('"text"\n"words"\n', encoding="utf-8-sig")
+    assert [document.text for document in read_documents(text_spec(tmp_path / "rows.csv"))] == ["words"]
+
+
 @pytest.mark.parametrize("name", ["book.txt", "rows.jsonl", "rows.csv"])
 def test_what_cannot_be_read_far_inside_is_found(name: str, tmp_path: Path) -> None:
     """Behind what is looked at before anything starts."""
