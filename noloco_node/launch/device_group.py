@@ -17,6 +17,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.diagnostics.pausing import tell_nodes
 from noloco_node.errors import ExitCode, UserError, describe_exit
 from noloco_node.launch.local_swarm import ORDERLY_EXITS, POLL_SECONDS, signal_all
+from noloco_node.libp2p.arguments import announced_address
 from noloco_node.node.interrupts import WORDS, Word, heeded_signals
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
@@ -68,7 +69,7 @@ def devices_of(text: str) -> list[str]:
 
 def members_of(devices: Sequence[str], settings: NodeSettings) -> list[Member]:
     """One daemon for each device, with a folder and an identity of its own. Ports count up from the first one's; 0 lets
-    the system choose for each."""
+    the system choose for each. Raises UserError (CONFIG) where all would announce the same address."""
 
     def nth(first: int, index: int) -> int:
         return first + index if first else 0
@@ -82,7 +83,15 @@ def members_of(devices: Sequence[str], settings: NodeSettings) -> list[Member]:
         )
         return Member(name, device, folder, identity, nth(settings.port, index), metrics)
 
-    return [member(index, device) for index, device in enumerate(devices)]
+    members = [member(index, device) for index, device in enumerate(devices)]
+    for text in settings.announce:
+        if len({announced_address(text, settings.host, each.port) for each in members}) < len(members):
+            raise UserError(
+                ExitCode.CONFIG,
+                f"node.announce: '{text}' has one port, and the nodes of {len(members)} devices each have their own",
+                "announce the host alone, and have others reach the ports from --port on",
+            )
+    return members
 
 
 @dataclass(frozen=True, slots=True)

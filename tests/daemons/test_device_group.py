@@ -53,6 +53,15 @@ def test_no_two_daemons_share_a_folder_an_identity_or_a_port() -> None:
     assert [(m.port, m.metrics_port) for m in free] == [(0, None), (0, None)]
 
 
+def test_each_daemon_announces_its_own_port() -> None:
+    """All announced the first one's, so that nobody reached the others."""
+    settings = NodeSettings(port=31337, announce=("203.0.113.7:31337",))
+    with pytest.raises(UserError, match=r"'203\.0\.113\.7:31337' has one port"):
+        members_of(["cpu", "cpu"], settings)
+    assert len(members_of(["cpu"], settings)) == 1
+    assert len(members_of(["cpu", "cpu"], settings.model_copy(update={"announce": ("203.0.113.7",)}))) == 2
+
+
 DAEMON = """
 import sys, time
 from pathlib import Path
