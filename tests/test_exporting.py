@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -186,6 +187,20 @@ def test_eval_gives_the_loss_of_the_run_and_of_single_replicas(
     assert main(["export", *map(str, folders), "--out", str(scored), "--eval", *WITH_TEXT]) == ExitCode.OK
     assert f"held-out loss of this model | {expected:.4f} nats" in (scored / "README.md").read_text(encoding="utf-8")
     assert "run.data.path" in capsys.readouterr().err
+
+
+def test_eval_refuses_the_configuration_of_a_larger_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended with an IndexError out of torch."""
+    nodes = [finished(tmp_path / name, stage) for stage, name in enumerate("ab")]
+    assert main(["export", *map(str, nodes), "--out", str(tmp_path / "out")]) == ExitCode.OK
+    other = yaml.safe_load(MICRO.read_text(encoding="utf-8"))
+    other["run"]["model"]["config"]["vocab_size"] = 512
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(other), encoding="utf-8")
+    command = ["eval", str(tmp_path / "out"), "--config", str(tmp_path / "other.yaml")]
+    assert main(command) == ExitCode.CONFIG
+    assert "knows 256 token ids, and run" in capsys.readouterr().err
 
 
 def test_generate_continues_a_text_as_the_seed_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

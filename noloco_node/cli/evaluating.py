@@ -8,7 +8,7 @@ import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from noloco_node.cli.node_options import CONFIG_ARGUMENT, OWN_TEXT, guest_arguments, own_text_argument, set_argument
 from noloco_node.errors import ExitCode, UserError
@@ -93,9 +93,18 @@ def _eval_model(folder: Path, options: argparse.Namespace) -> int:
         from noloco_node.exporting.folders import read_run, tokenizer_at
         from noloco_node.exporting.read import open_model
         from noloco_node.exporting.write import RUN_FILE
+        from noloco_node.model.cut import build_config
 
     run = named_run(options) or with_text(tokenizer_at(read_run(folder / RUN_FILE), folder), options)
-    model, held_out = open_model(folder), HeldOut(run)
+    model = open_model(folder)
+    ids, known = build_config(run.model).vocab_size, cast("Any", model).get_input_embeddings().num_embeddings
+    if known < ids:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"the model in '{folder}' knows {known:,} token ids, and run '{run.name}' has {ids:,}",
+            "name the configuration of the run that it was trained in, or leave --config out",
+        )
+    held_out = HeldOut(run)
     _print_head(run, held_out)
     _print_score("the model", held_out.score(model))
     return int(ExitCode.OK)
