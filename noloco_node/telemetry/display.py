@@ -202,7 +202,7 @@ def screen(view: LocalSwarmView, now: float, height: int) -> RenderableType:
             style="bold red" if _MARKED.search(line) else "",
             overflow="ellipsis",
         )
-        for when, line in view.notes
+        for when, line in view.notes[-height:]
     ]
     foot = "Ctrl-C ends the swarm"
     return swarm_screen(view.swarm(now), height, troubles=warnings, foot=foot, more=view.more(now), happened=notes)

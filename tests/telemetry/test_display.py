@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from noloco_node.telemetry import display
 from noloco_node.telemetry.display import Display, LocalSwarmView, plain_line, screen
 from tests.telemetry import made_events as made
 from tests.telemetry.made_swarm import drawn
@@ -86,6 +87,16 @@ def test_the_screen_shows_what_a_person_wants_to_know_and_fits() -> None:
     half = drawn(screen(half_view(), 1030.0, 40), 40)
     (row,) = (line.split() for line in half.splitlines() if "s1-r1 …-s1-r1" in line)
     assert row[3:7] == ["1", "starting", "512", "0"]
+
+
+def test_a_screen_takes_no_longer_for_what_it_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All notes of a run were made into lines at each refresh, five times a second."""
+    view, made_lines = half_view(), list[float]()
+    for step in range(2000):
+        view.note(f"line {step}", 1030.0)
+    monkeypatch.setattr(display, "as_clock_time", lambda when: made_lines.append(when) or "now")  # pyright: ignore
+    assert "line 1999" in drawn(screen(view, 1030.0, 40), 40)
+    assert len(made_lines) <= 40
 
 
 def test_without_a_terminal_lines_are_plain_and_not_too_many() -> None:
