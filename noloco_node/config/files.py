@@ -115,15 +115,15 @@ def parse_yaml(text: str) -> object:
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which 1e-3 is a number (YAML 1.1 reads a string) and a repeated key is an error."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping; raises ConstructorError where a key is repeated."""
-        seen: set[str] = set()
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Read a mapping as it is written, before others are merged into it; a repeated key raises ConstructorError."""
+        node, seen = super().compose_mapping_node(anchor), set[str]()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
                     raise ConstructorError(None, None, f"'{key.value}' is set twice", key.start_mark)
                 seen.add(key.value)
-        return super().construct_mapping(node, deep)
+        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Build a value; raises ConstructorError where Python cannot make what it says."""

@@ -61,6 +61,12 @@ def test_sound_yaml_with_aliases_is_read() -> None:
     assert parse_yaml("") is None
 
 
+def test_a_key_may_replace_a_merged_one_in_a_group_that_is_merged_again() -> None:
+    """It was refused as set twice."""
+    raw = parse_yaml("x: &x {k: 1}\nrun: {inner: &a {<<: *x, k: 2}}\nlab: {<<: *a}")
+    assert raw == {"x": {"k": 1}, "run": {"inner": {"k": 2}}, "lab": {"k": 2}}
+
+
 def test_a_key_that_is_set_twice_is_an_error() -> None:
     """The same holds in a group within."""
     with pytest.raises(yaml.YAMLError, match="set twice"):
