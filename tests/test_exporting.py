@@ -102,6 +102,16 @@ def test_the_newest_of_a_node_counts_and_who_is_far_behind_does_not(tmp_path: Pa
     assert is_near(tmp_path / "out", 1, 0.25)
 
 
+def test_stages_of_far_different_times_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What was made of them was no model that was ever trained, and nothing said so."""
+    run = load_config(MICRO, [*OWN_TEXT, "run.inner.target_tokens=1000000"]).run
+    for stage, clock in enumerate((900_000.0, 60_000.0)):
+        finished(tmp_path / str(stage), stage, run=run, clock=clock)
+    gather_folders([tmp_path], None).kept()
+    assert "THE MODEL IS OF NO USE YET" in caplog.text
+    assert "as stage 1 lag far behind" in caplog.text
+
+
 def test_two_copies_of_a_nodes_folder_are_one_replica(tmp_path: Path) -> None:
     """The older one counts nothing beside the newer."""
     finished(tmp_path / "a", 0, peer=ALICE)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from noloco_node.model.cut import cut_model
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import save_stage
-from noloco_node.telemetry.words import as_bytes, as_many, as_stages
+from noloco_node.telemetry.words import as_bytes, as_many
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
@@ -43,10 +43,6 @@ the others."""
 LAST_COLLECTIONS = 10
 """The number of collections at the run's end, one at each look: its nodes take their last steps and leave one by
 one."""
-NEEDS_FOLDERS = (
-    "unless newer weights come, ask volunteers for their run folders, and make the model of those with noloco-node "
-    "export"
-)
 
 
 async def collect_weights(
@@ -200,9 +196,9 @@ class Collector:
             collected.keep_tokenizer_place(Path(self._run.data.tokenizer))
         gathered = gather_folders(there, self._run)
         clocks = {stage: max(one.clock for one in found) for stage, found in sorted(gathered.replicas.items())}
-        late = far_behind(clocks, self._run.max_lag_tokens)
+        late = gathered.of_different_times
         if late and self.model.is_dir():
-            logger.warning("THE MODEL STAYS AS IT WAS: %s; %s", _of_different_times(late), NEEDS_FOLDERS)
+            logger.warning("THE MODEL STAYS AS IT WAS: %s", late)
             return
         exported = export(gathered, self.model, lambda _: None)
         words = ", ".join(
@@ -211,18 +207,6 @@ class Collector:
         )
         size, hear = as_bytes(4 * exported.parameters), f"noloco-node generate {self.model} --prompt TEXT"
         logger.info("the model is in %s (%s): %s; to let it continue a text: %s", self.model, size, words, hear)
-        if late:
-            logger.warning("THE MODEL IS OF NO USE YET: %s; %s", _of_different_times(late), NEEDS_FOLDERS)
-
-
-def far_behind(clocks: Mapping[int, float], most: float) -> list[int]:
-    """Stages whose weights are more than `most` tokens older than those of the furthest: what is put together of them
-    is no model that was ever trained."""
-    return [stage for stage, clock in clocks.items() if max(clocks.values()) - clock > most]
-
-
-def _of_different_times(late: Sequence[int]) -> str:
-    return f"its stages would be of different times, as {as_stages(late)} lag far behind"
 
 
 def _linked(source: str, target: str) -> None:

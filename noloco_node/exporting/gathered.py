@@ -20,6 +20,11 @@ from noloco_node.training.layout import FlatLayout
 
 logger = logging.getLogger(__name__)
 
+NEEDS_FOLDERS = (
+    "unless newer weights come, ask volunteers for their run folders, and make the model of those with noloco-node "
+    "export"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SavedReplica:
@@ -61,8 +66,17 @@ class Gathered:
         """How far the furthest replica was trained, swarm tokens."""
         return max((one.clock for these in self.replicas.values() for one in these), default=0.0)
 
+    @property
+    def of_different_times(self) -> str:
+        """Which stages lag far behind, and what to do about it; empty where none does."""
+        clocks = {stage: max(one.clock for one in found) for stage, found in sorted(self.replicas.items())}
+        late = far_behind(clocks, self.run.max_lag_tokens)
+        why = f"its stages would be of different times, as {as_stages(late)} lag far behind; {NEEDS_FOLDERS}"
+        return why if late else ""
+
     def kept(self) -> dict[int, list[SavedReplica]]:
-        """The replicas of each stage that are in time. UserError (RUN_FOLDER) where a stage has none."""
+        """The replicas of each stage that are in time, with a warning where stages are of different times. UserError
+        (RUN_FOLDER) where a stage has none."""
         lost = [stage for stage in range(self.run.stages) if not self.replicas.get(stage)]
         if lost:
             raise UserError(
@@ -70,6 +84,8 @@ class Gathered:
                 f"there are no weights of {as_stages(lost)} of {self.run.stages}, and every stage is needed",
                 "name the run folder of a node that served it, too: others that trained with you can send theirs",
             )
+        if late := self.of_different_times:
+            logger.warning("THE MODEL IS OF NO USE YET: %s", late)
         lag, target = self.run.max_lag_tokens, self.run.inner.target_tokens
         return {stage: in_time(self.replicas[stage], lag, target) for stage in range(self.run.stages)}
 
@@ -116,6 +132,12 @@ class Shapes:
             return state
 
         return replace(replica, load=load)
+
+
+def far_behind(clocks: Mapping[int, float], most: float) -> list[int]:
+    """Stages whose weights are more than `most` tokens older than those of the furthest: what is put together of them
+    is no model that was ever trained."""
+    return [stage for stage, clock in clocks.items() if max(clocks.values()) - clock > most]
 
 
 def final_weights(folder: Path) -> SavedReplica:

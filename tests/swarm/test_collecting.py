@@ -15,8 +15,9 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.exporting import collecting, live
-from noloco_node.exporting.collecting import Collector, far_behind
+from noloco_node.exporting.collecting import Collector
 from noloco_node.exporting.folders import gather_folders
+from noloco_node.exporting.gathered import far_behind
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import cut_model
 from noloco_node.model.export import load_exported
