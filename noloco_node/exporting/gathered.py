@@ -71,8 +71,9 @@ class Gathered:
         """Which stages lag far behind, and what to do about it; empty where none does."""
         clocks = {stage: max(one.clock for one in found) for stage, found in sorted(self.replicas.items())}
         late = far_behind(clocks, self.run.max_lag_tokens)
-        why = f"its stages would be of different times, as {as_stages(late)} lag far behind; {NEEDS_FOLDERS}"
-        return why if late else ""
+        if not late:
+            return ""
+        return f"its stages would be of different times, as {as_stages(late)} lag far behind; {NEEDS_FOLDERS}"
 
     def kept(self) -> dict[int, list[SavedReplica]]:
         """The replicas of each stage that are in time, with a warning where stages are of different times. UserError
