@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_968,
+    "lines of the package": 59_969,
     "lines of the tests": 60_791,
     "lines of benchmarks and deploy": 4_870,
     "module-level numbers": 503,
     "files of the package": 292,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 385,
-    "kB of results in docs": 307,
+    "kB of Markdown": 387,
+    "kB of results in docs": 309,
     "decision records": 40,
 }
 WAYS = {"a microbatch": 35, "an outer step": 35, "a joiner": 59}
