@@ -43,8 +43,7 @@ def the_same_chances() -> None:
     random.seed(0)
 
 
-if fork_server.Popen.client is None:  # a part of the suite has one before its first import (`tests/parts.py`)
-    fork_server.install(fork_server.Client())
+fork_server.install(fork_server.Client())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

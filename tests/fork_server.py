@@ -45,8 +45,6 @@ SPAWN = "NOLOCO_TESTS_SPAWN"
 NETWORK = "--net="
 CLONE_NEWNET = 0x40000000
 """The flag of setns(2) for a network namespace."""
-SET_PARENT_DEATH_SIGNAL = 1
-"""The option of prctl(2) by which a process gets a signal when its parent ends."""
 SET_CHILD_SUBREAPER = 36
 """The option of prctl(2) by which orphans below this process become its children."""
 LENGTH = 8
@@ -171,16 +169,12 @@ class Popen(subprocess.Popen[Any]):
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def possible() -> bool:
-    """False where every process is spawned."""
-    return sys.platform == "linux" and not os.environ.get(SPAWN)
-
-
 def install(client: Client) -> None:
     """From now on this process's children are asked for there, where that can be. Where it cannot, nothing changes."""
-    if possible():
-        Popen.client = client
-        subprocess.Popen = Popen  # type: ignore[misc]
+    if sys.platform != "linux" or os.environ.get(SPAWN):
+        return
+    Popen.client = client
+    subprocess.Popen = Popen  # type: ignore[misc]
 
 
 @contextlib.contextmanager
@@ -195,11 +189,6 @@ def spawning() -> Iterator[None]:
         yield
     finally:
         client.on = before
-
-
-def end_with_its_parent() -> None:
-    """This process ends as soon as its parent does, whatever ended that."""
-    _system("prctl", SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def _adopt_orphans(wanted: bool) -> None:
@@ -303,12 +292,6 @@ def _with_its_own_server() -> None:
     _run(request.arguments)
 
 
-def run_with_a_server(arguments: Sequence[str]) -> NoReturn:
-    """What `python -m` does with these words, in this process; what it starts is forked from this process as it is."""
-    _with_its_own_server()
-    _run(arguments)
-
-
 def _run(arguments: Sequence[str]) -> NoReturn:
     """What `python -m` does with these words."""
     module, *words = arguments
@@ -330,7 +313,7 @@ def _run(arguments: Sequence[str]) -> NoReturn:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def load() -> None:
+def _load() -> None:
     """What daemons and most other commands import."""
     import uvloop  # noqa: F401
     from hivemind.utils.multiaddr import Multiaddr
@@ -352,7 +335,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with loading():
-        load()
+        _load()
     request = serve(connection)
     if request is not None:
         _run(request.arguments)
