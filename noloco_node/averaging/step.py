@@ -61,8 +61,9 @@ once."""
 class Averaging(Participant):
     """Takes outer steps when told to, and answers stage peers that ask for one; at most one exchange at a time.
 
-    Every commit is an event, and so is every exchange that was agreed and came to nothing. `ReplicaContext.moved` fires
-    when an exchange has ended or a catch-up is due.
+    Every commit is an event, and so is every exchange that was agreed and came to nothing. A fragment is named by its
+    index; None is the whole stage, also where it is cut into one. `ReplicaContext.moved` fires when an exchange has
+    ended or a catch-up is due.
     """
 
     def __init__(self, context: ReplicaContext, clocks: PeerClocks) -> None:
@@ -110,17 +111,17 @@ class Averaging(Participant):
         finally:
             self.side.engagement.go_on(None, Change.STATE_TAKEN)
 
-    async def dial(self, partner: PeerId) -> bool:
-        """Average with `partner`; True when committed. It raises nothing that the partner could cause.
+    async def dial(self, partner: PeerId, fragment: int | None = None) -> bool:
+        """Average a fragment with `partner`; True when committed. It raises nothing that the partner could cause.
 
         An agreed exchange that came to nothing is an event. A proposal that was refused or not answered is none; a step
         alone tells how many there were.
         """
-        side, session = self.side, await self._match(partner)
+        side, session = self.side, await self._match(partner, fragment)
         if session is None:
             return False
         try:
-            session.took(snapshot := await side.worker.snapshot())
+            session.took(snapshot := await side.worker.snapshot(session.fragment))
             await self._exchange(session, snapshot)
             side.engagement.go_on(session, Change.COMPLETE)
             await side.commit(session)
@@ -133,26 +134,26 @@ class Averaging(Participant):
             side.close(session)
         return True
 
-    async def step_alone(self) -> None:
-        """The outer step without a partner. Raises NotAllowed where this replica is engaged."""
+    async def step_alone(self, fragment: int | None = None) -> None:
+        """The outer step of a fragment without a partner. Raises NotAllowed where this replica is engaged."""
         side, outer = self.side, self.side.worker.outer
-        session = Session(ambient.token(16), NOBODY, "dialler", reason=why_alone(side.refusals))
+        session = side.new_session(ambient.token(16), NOBODY, "dialler", fragment, why_alone(side.refusals))
         side.engagement.begin(Change.STEP_ALONE, session)
         try:
-            session.took(await side.worker.snapshot())
-            await side.arithmetic.do(lambda: outer.open(members=1, weight=1.0))
+            session.took(await side.worker.snapshot(session.fragment))
+            await side.arithmetic.do(lambda: outer.open(session.part, members=1, weight=1.0))
             side.engagement.go_on(session, Change.COMPLETE)
             await side.commit(session)
         finally:
             side.close(session)
 
-    async def _match(self, partner: PeerId) -> Session | None:
+    async def _match(self, partner: PeerId, fragment: int | None) -> Session | None:
         """The exchange that `partner` agrees to. None where it refuses, where its own proposal has arrived first and
         stands, or where this replica is engaged."""
         side, engagement = self.side, self.side.engagement
         if engagement.phase is not Phase.FREE:
             return None
-        session, accepted = Session(ambient.token(16), partner, "dialler"), False
+        session, accepted = side.new_session(ambient.token(16), partner, "dialler", fragment), False
         engagement.begin(Change.PROPOSE, session)
         try:
             accepted = await self._accepted(session)
@@ -165,7 +166,7 @@ class Averaging(Participant):
         return session if accepted and not crossed else None
 
     async def _accepted(self, session: Session) -> bool:
-        """Propose run, contract, clock and tokens; whether the partner agrees, which fixes the weights."""
+        """Propose run, contract, fragment, clock and tokens; whether the partner agrees, which fixes the weights."""
         side, progress = self.side, self.side.worker.progress
         proposal = Proposal(
             exchange=session.exchange,
@@ -173,7 +174,8 @@ class Averaging(Participant):
             stage=side.stage,
             contract=side.contract,
             clock=progress.clock,
-            tokens=progress.tokens_since_outer,
+            tokens=progress.tokens_since(session.fragment),
+            fragment=session.fragment,
             newcomer=side.standing.newcomer,
         )
         try:
@@ -196,7 +198,9 @@ class Averaging(Participant):
         """Swap openings, then all chunks; the first chunk says how many may be in flight."""
         side, outer = self.side, self.side.worker.outer
         own = await side.arithmetic.do(lambda: side.open(session))
-        answer = await self._ask(session.partner, OPEN, opening_of(session, snapshot), own, side.opening_specs())
+        answer = await self._ask(
+            session.partner, OPEN, opening_of(session, snapshot), own, side.opening_specs(session.part)
+        )
         opening = answer.header
         side.refuse_laggards(session.partner, opening.clock)
         await side.arithmetic.take_in(session.partner, lambda: outer.agree(answer.tensors[1:]))
@@ -210,7 +214,7 @@ class Averaging(Participant):
     async def _swap_chunk(self, session: Session, index: int) -> None:
         side, outer = self.side, self.side.worker.outer
         limit = side.spec.limits.exchange_progress_seconds
-        late = too_slow(session, ambient.monotonic(), limit, side.floor)
+        late = too_slow(session, ambient.monotonic(), limit, side.floor_for(session.part))
         if late is not None:
             raise DeadlinePassed(late)
         header = ChunkHeader(exchange=session.exchange, index=index)
