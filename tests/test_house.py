@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_969,
-    "lines of the tests": 60_791,
-    "lines of benchmarks and deploy": 4_870,
+    "lines of the package": 60_160,
+    "lines of the tests": 60_925,
+    "lines of benchmarks and deploy": 4_873,
     "module-level numbers": 503,
     "files of the package": 292,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 387,
+    "kB of Markdown": 388,
     "kB of results in docs": 309,
     "decision records": 40,
 }

@@ -91,8 +91,9 @@ def export_model(
     config, backend = build_config(spec), _tokenizer_to_write(tokenizer, revision)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if backend is not None:
-            token: int | None = getattr(backend, key)  # a tokenizer may have marks beyond the model's ids
-            setattr(config, key, None if token is not None and token >= config.vocab_size else token)
+            setattr(config, key, getattr(backend, key))
+    if config.pad_token_id is not None and config.pad_token_id >= config.vocab_size:
+        config.pad_token_id = None  # a tokenizer may have marks beyond the model's ids, and torch refuses this one
     model = build_on_meta(config)
     _assign(model, dense_state(spec, state))
     with _quiet():
