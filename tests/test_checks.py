@@ -154,7 +154,7 @@ async def test_a_clock_is_compared_over_the_wire(
     """With a peer that answers hello by a clock of its own; one that does not answer does not count."""
     real = ambient.wall
     network = MemoryNetwork()
-    ids = [PeerId(f"12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP{n}") for n in (8, 9)]
+    ids = [PeerId(f"12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx{n}") for n in (8, 9)]
     one, two = (MemoryTransport(network, peer) for peer in ids)
     try:
         serve_hello(two, load_config(MICRO).run, lambda: 0)

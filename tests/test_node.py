@@ -184,7 +184,7 @@ def test_a_node_that_only_its_own_machine_reaches_is_warned_where_it_joins_other
     settings: dict[str, object], joined: list[str], warned: bool
 ) -> None:
     """It could dial and never be dialled."""
-    peer = "12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP9"
+    peer = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
     addresses = [f"/ip4/{host}/tcp/1/p2p/{peer}" for host in joined]
     assert out_of_reach(NodeSettings.model_validate(settings), addresses) is warned
 

@@ -23,7 +23,7 @@ from noloco_node.telemetry.events import AnyEvent, EventFile, NodeStarted, NodeS
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(180)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
-NOBODY = "/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP9"
+NOBODY = "/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 
 
 def command(*arguments: str | Path) -> list[str]:

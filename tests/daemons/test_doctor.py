@@ -25,7 +25,7 @@ from tests.daemons.test_seed import address_of, command
 
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(300)]
 
-NOBODY = "12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP9"
+NOBODY = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
 
 

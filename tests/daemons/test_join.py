@@ -25,7 +25,7 @@ from tests.support import eventually, printed_file
 pytestmark = [pytest.mark.daemons, pytest.mark.timeout(900)]
 
 MICRO = Path(__file__).parent.parent / "configs" / "micro.yaml"
-DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP9"
+DEAD = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 ENDLESS = "run.inner.target_tokens=1_000_000_000"
 
 

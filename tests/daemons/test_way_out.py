@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.daemons, pytest.mark.timeout(900)]
 LEAVES = 3.0
 ALONE = ("run.inner.target_tokens=1_000_000_000", "run.model.stages=1", "node.drain_seconds=0.5")
 SLOW_MACHINE = 100.0
-NOBODY = "12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP9"
+NOBODY = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 
 
 @asynccontextmanager

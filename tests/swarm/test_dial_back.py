@@ -39,7 +39,7 @@ from noloco_node.transport.messages import Message
 
 pytestmark = pytest.mark.usefixtures("temporary")
 
-ID = PeerId("12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP9")
+ID = PeerId("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
 
 
 def octets(data: bytes) -> bytes:

@@ -18,7 +18,7 @@ from noloco_node.node.network import seen_before
 from tests.support import eventually
 from tests.worlds import record_of
 
-ID = "12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP9"
+ID = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
 OTHER = "12D3KooWAL5zALa3ZR1piSRmK8WGNFojeALVyS3vgSZQYawt1PGF"
 
 

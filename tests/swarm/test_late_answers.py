@@ -20,7 +20,7 @@ from noloco_node.libp2p.hivemind_link import forget_ended_requests, forgive_late
 from tests.support import alongside, eventually, one_turn
 
 pb: Any = p2pd_pb2
-PEER: Any = PeerID.from_base58("12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP9")
+PEER: Any = PeerID.from_base58("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
 ANSWERS: dict[str, dict[str, Any]] = {
     "its answer": {"callUnaryResponse": pb.CallUnaryResponse(response=b"it")},
     "the peer's failure": {"callUnaryResponse": pb.CallUnaryResponse(error=b"no")},

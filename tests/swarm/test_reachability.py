@@ -38,7 +38,7 @@ from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from tests.worlds import no_tensors
 
-BASE = "12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP"
+BASE = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx"
 OWN, SEED, OTHER, LIAR = (PeerId(BASE + letter) for letter in "9ABC")
 LISTENING = "/ip4/192.168.1.2/tcp/31337"
 OUTSIDE = HostPort("93.184.216.34", 31337)

@@ -49,7 +49,7 @@ from tests.worlds import no_tensors
 
 pytestmark = pytest.mark.usefixtures("temporary")
 
-ONE = PeerId("12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP9")
+ONE = PeerId("12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9")
 OTHER = PeerId("12D3KooWFWEkWNrcf5ddYVUkSwFZ244QyVXmGQx4dezxX5qXpKVh")
 CIRCUIT = f"/ip4/203.0.113.7/tcp/4001/p2p/{ONE}/p2p-circuit/p2p/{OTHER}"
 
