@@ -226,7 +226,7 @@ async def test_in_a_pause_a_node_shows_no_peers_and_speeds_of_before(tmp_path: P
 
 async def test_the_log_of_the_page_holds_whole_addresses_and_ends_behind_a_word(tmp_path: Path) -> None:
     """A node that is up names the addresses by which others join; half of one is worth nothing."""
-    address = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx"
+    address = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNYN6iTq3GqAsa5R2DcGAUMwETgmE5QAA11nEACSHCMVP"
     async with shown(tmp_path) as (telemetry, at):
         telemetry.emit(made.started("s0-r0").model_copy(update={"addresses": [address] * 6}))
         logging.getLogger("noloco_node.test").warning("%s", "word " * 1000)
