@@ -60,12 +60,24 @@ def test_what_is_no_option_or_command_is_told_with_what_was_meant(
     assert meant in told
 
 
-def test_a_link_is_judged_though_no_device_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Before anything is printed: it would say nothing of a rate that is none."""
+def test_a_link_is_judged_and_wants_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is printed: a plan without a device says nothing of links."""
     for option, wrong in (("--uplink", "fast"), ("--round-trip", "soon")):
         assert cli.main(["config", "validate", str(MICRO), option, wrong]) == ExitCode.USAGE
         told = capsys.readouterr()
         assert (told.out, f"{option} is '{wrong}'" in told.err) == ("", True)
+    for option, right in (("--uplink", "20Mbit"), ("--round-trip", "20ms")):
+        assert cli.main(["config", "validate", str(MICRO), option, right]) == ExitCode.USAGE
+        told = capsys.readouterr()
+        assert (told.out, f"{option} changes only how busy a device would be" in told.err) == ("", True)
+
+
+def test_a_path_is_not_added_to_paths_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended in a traceback."""
+    given = ["--set", "run.data.paths=/a", "--data-path", "b=/b"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["config", "validate", str(MICRO), *given])
+    assert (ended.value.code, "is no list of names and paths" in capsys.readouterr().err) == (ExitCode.USAGE, True)
 
 
 def test_a_mistyped_folder_gets_the_name_that_lies_beside_it(

@@ -36,6 +36,7 @@ from noloco_node.cli.small import (
 )
 from noloco_node.errors import EXIT_MEANINGS, near_words, suggestion
 
+WHERE_CODES = "exit codes: noloco-node --help"
 READS_ENVIRONMENT = frozenset({"swarm", "run", "join", "seed", "doctor", "show", "validate"})
 """These commands take settings of `node:` from variables."""
 
@@ -158,7 +159,7 @@ def _command(
     command = commands.add_parser(
         name,
         help=summary,
-        epilog=f"{ENVIRONMENT_HELP}\n\n{_exit_codes()}" if name in READS_ENVIRONMENT else _exit_codes(),
+        epilog=f"{ENVIRONMENT_HELP}\n\n{WHERE_CODES}" if name in READS_ENVIRONMENT else WHERE_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.description = HELP[command.prog.removeprefix("noloco-node ")]

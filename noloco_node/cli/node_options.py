@@ -53,7 +53,10 @@ class _OwnPath(argparse.Action):
         if not name or not path:
             parser.error(f"argument {option_string}: '{given}' is neither PATH nor NAME=PATH")
         before = next((each for each in namespace.set if each.startswith(PATHS)), PATHS + "{}")
-        paths = json.loads(before.removeprefix(PATHS)) | {name: path}
+        try:
+            paths = json.loads(before.removeprefix(PATHS)) | {name: path}
+        except (TypeError, ValueError):
+            parser.error(f"argument {option_string}: --set {before} is no list of names and paths to add '{name}' to")
         namespace.set = [each for each in namespace.set if each != before] + [PATHS + json.dumps(paths)]
 
 
@@ -68,7 +71,7 @@ def sizing_arguments(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--device", metavar="NAME", help='say how much of the time it would work: "RTX 4090", or 20TFLOP')
     add("--uplink", metavar="RATE", help="of each node, a second (default: node.uplink_mbit, or else 20Mbit)")
-    add("--round-trip", metavar="TIME", default="100ms", help="between two nodes (default: 100ms)")
+    add("--round-trip", metavar="TIME", help="between two nodes (default: 100ms)")
 
 
 def node_arguments(command: argparse.ArgumentParser) -> None:

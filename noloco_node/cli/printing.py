@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.process_memory import loading
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from noloco_node.node.seed import SeedBegins
 
 
-USUAL_UPLINK = "20Mbit"
+USUAL_UPLINK, USUAL_ROUND_TRIP = "20Mbit", "100ms"
 """What the plan takes a line for that nobody has named."""
 
 
@@ -33,27 +34,32 @@ def print_plan(config: Config) -> None:
     _check_text(config)
 
 
-def print_sized_plan(config: Config, device: str | None, uplink: str | None, round_trip: str) -> None:
+def print_sized_plan(config: Config, device: str | None, uplink: str | None, round_trip: str | None) -> None:
     """The plan with memory by part and, where a device is named, how much it would work. UserError as `plan` and
     `check_outer_steps` raise it, and (USAGE) as `device_by_name` and the quantities do."""
     from noloco_node.sizing.devices import bytes_a_second, device_by_name, seconds
+    from noloco_node.sizing.utilisation import Link
 
     bound = config.node.uplink_mbit
     usual = USUAL_UPLINK if bound is None else f"{bound}Mbit"
-    link_rate, link_delay = bytes_a_second(uplink or usual), seconds(round_trip)
+    link = Link(bytes_a_second(uplink or usual), seconds(round_trip or USUAL_ROUND_TRIP))
+    named = None if device is None else device_by_name(device, config.run.inner.precision)
+    if named is None and (uplink or round_trip):
+        raise UserError(
+            ExitCode.USAGE,
+            f"{'--uplink' if uplink else '--round-trip'} changes only how busy a device would be, and none is named",
+            'name one, for example --device "RTX 4090"',
+        )
     _print_numbers(config)
     with loading():
         from noloco_node.sizing.advice import check_outer_steps, expect
         from noloco_node.sizing.footprint import footprint_of
         from noloco_node.sizing.memory import planned_memory
         from noloco_node.sizing.screen import expectation_lines, memory_lines
-        from noloco_node.sizing.utilisation import Link
 
     footprint = footprint_of(config.run)
     lines = memory_lines(config, footprint)
-    if device is not None:
-        link = Link(link_rate, link_delay)
-        named = device_by_name(device, config.run.inner.precision)
+    if named is not None:
         found = expect(config, link, named)
         if uplink is None:
             check_outer_steps(config, footprint, link, named)
