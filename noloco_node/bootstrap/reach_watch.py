@@ -168,7 +168,8 @@ class ReachWatch:
                 self._now(ReachStanding(Way.RELAYED, relays=self._working()))
                 return True
             why += ", and no peer that could be asked relays for it"
-            if self._announced is not None:
+            # A relay may come back. Without the circuits a router is asked for the port again.
+            if self._announced is not None or (self._host.relays and self._unsettled >= MISSES):
                 self._announced = None
                 await self._change((), ())
         self._now(ReachStanding(Way.UNREACHED, why=why))

@@ -44,13 +44,13 @@ def node_arguments(settings: NodeSettings, identity: Path, circuits: Sequence[st
     return (*arguments, MAPS_PORT) if behind_a_router else tuple(arguments)
 
 
-def announcing(arguments: Sequence[str], addresses: Sequence[str]) -> tuple[str, ...]:
+def announcing(arguments: Sequence[str], addresses: Sequence[str], *, maps_port: bool = False) -> tuple[str, ...]:
     """The arguments with these addresses as those that others are told, whatever p2pd listens on; with none, p2pd tells
-    those. Told an address, it keeps a router's to itself, so it asks for none then."""
-    rest = tuple(each for each in arguments if not each.startswith(_ANNOUNCES))
-    if not addresses:
-        return rest
-    return (*(each for each in rest if each != MAPS_PORT), f"{_ANNOUNCES}{','.join(addresses)}")
+    those, and asks a router if it `maps_port`. Told an address, it keeps a router's to itself, so it asks for none."""
+    rest = tuple(each for each in arguments if not each.startswith(_ANNOUNCES) and each != MAPS_PORT)
+    if addresses:
+        return (*rest, f"{_ANNOUNCES}{','.join(addresses)}")
+    return (*rest, MAPS_PORT) if maps_port else rest
 
 
 def listen_address(host: str, port: int) -> str:

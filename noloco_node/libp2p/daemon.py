@@ -109,6 +109,7 @@ class PrivateP2P:
     def __init__(self, folder: PrivateFolder, arguments: Sequence[str], peers: Sequence[PeerAddress] = ()) -> None:
         self._folder = folder
         self._arguments = tuple(arguments)
+        self._may_map_port = MAPS_PORT in arguments
         self._peers = tuple(peers)
         self._lines: deque[str] = deque(maxlen=20)
         self._started = asyncio.Event()
@@ -182,7 +183,7 @@ class PrivateP2P:
 
         Without any address p2pd tells all that it listens on.
         """
-        self._arguments = announcing(self._with_the_same_port(), addresses)
+        self._arguments = announcing(self._with_the_same_port(), addresses, maps_port=self._may_map_port)
         self.relays, self.lost_relays = relays, set()
 
     def last_output(self) -> str:

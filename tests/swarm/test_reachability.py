@@ -8,6 +8,7 @@ import random
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -29,8 +30,11 @@ from noloco_node.bootstrap.reachability import (
     may_change,
     network_of,
 )
+from noloco_node.config.node_settings import NodeSettings
 from noloco_node.identity.addresses import PeerAddress, parse_address
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.libp2p.arguments import node_arguments
+from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay_server import CircuitRelay
 from noloco_node.tallies import Doubling
 from noloco_node.transport.errors import PeerUnreachable
@@ -295,6 +299,28 @@ async def test_out_of_reach_a_node_asks_for_relays_by_itself_and_says_where_ther
         await watch.look()
     assert world.told == [LISTENING, f"/ip4/{OUTSIDE.host}/tcp/{OUTSIDE.port}"]
     assert world.ways == [Way.UNREACHED, Way.RELAYED, Way.RELAYED, Way.DIRECT]
+
+
+async def test_relays_that_are_gone_for_good_are_let_go_of_and_a_router_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not at the first look, as a relay may come back. A node stayed on dead circuits for ever."""
+    settings = NodeSettings(host="0.0.0.0", port=31337)
+    daemon = PrivateP2P(cast("Any", tmp_path), node_arguments(settings, tmp_path / "key"))
+    assert daemon.maps_port
+    closed = says(SEED, OUTSIDE, False)
+    world = World(closed, {SEED}, joined_peers=joined(SEED))
+    async with watching(world, monkeypatch) as watch:
+        await watch.first_look()
+        daemon.readdress(world.changes[-1], world.relays)
+        assert (world.ways, daemon.maps_port) == ([Way.RELAYED], False)
+        world.lost_relays, world.relaying = {SEED}, set()
+        await watch.look()
+        assert len(world.changes) == 1, "it may come back"
+        while len(world.changes) == 1:
+            await watch.look()
+        daemon.readdress(world.changes[-1], world.relays)
+    assert (world.changes[-1], world.relays, daemon.maps_port) == ((), (), True)
 
 
 async def test_one_look_in_vain_costs_a_node_that_was_reached_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
