@@ -102,6 +102,17 @@ def test_the_newest_of_a_node_counts_and_who_is_far_behind_does_not(tmp_path: Pa
     assert is_near(tmp_path / "out", 1, 0.25)
 
 
+def test_a_checkpoint_that_its_node_replaces_meanwhile_is_exported(tmp_path: Path) -> None:
+    """Reading the held-out text may take minutes, and a node that runs keeps two checkpoints."""
+    folders = [under_way(tmp_path / str(stage), stage, clock=40_000.0, shift=0.25) for stage in (0, 1)]
+    gathered = gather_folders(folders, None)
+    for folder in folders:
+        shutil.rmtree(RunFolder(folder).checkpoints)
+    write.export(gathered, tmp_path / "out", lambda _: None)
+    assert is_near(tmp_path / "out", 0, 0.25)
+    assert is_near(tmp_path / "out", 1, 0.25)
+
+
 def test_stages_of_far_different_times_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What was made of them was no model that was ever trained, and nothing said so."""
     run = load_config(MICRO, [*OWN_TEXT, "run.inner.target_tokens=1000000"]).run

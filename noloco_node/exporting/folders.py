@@ -16,7 +16,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.diagnostics.status import Events
 from noloco_node.errors import ExitCode, UserError, near_words, suggestion
 from noloco_node.exporting.gathered import Gathered, Reported, SavedReplica, Shapes, final_weights
-from noloco_node.storage.checkpoint import STATE, CheckpointFolder, Unusable, read_slow, read_standing
+from noloco_node.storage.checkpoint import STATE, CheckpointFolder, Unusable, open_slow, read_standing
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import MANIFEST, read_manifest
 from noloco_node.telemetry.events import Evaluation, NodeStarted
@@ -143,15 +143,15 @@ def _final(place: Path) -> _Saved:
 def _checkpoint(place: Path, shapes: Shapes) -> _Saved:
     try:
         standing = read_standing(place)
+        load = partial(_loaded, place, standing.stage, shapes, open_slow(place))
     except Unusable as reason:
         raise _damaged(place, str(reason)) from None
-    load = partial(_load_checkpoint, place, standing.stage, shapes)
     return _Saved(place, standing.run_id, _of(place, standing.stage, standing.progress.clock, load))
 
 
-def _load_checkpoint(place: Path, stage: int, shapes: Shapes) -> dict[str, Tensor]:
+def _loaded(place: Path, stage: int, shapes: Shapes, read: Callable[[], Tensor]) -> dict[str, Tensor]:
     try:
-        return shapes.unflattened(stage, read_slow(place), str(place))
+        return shapes.unflattened(stage, read(), str(place))
     except Unusable as reason:
         raise _damaged(place, str(reason)) from None
 

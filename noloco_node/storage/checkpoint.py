@@ -322,18 +322,26 @@ def read_standing(path: Path) -> KeptStanding:
     return manifest.standing
 
 
-def read_slow(path: Path) -> Tensor:
-    """A checkpoint's slow weights alone, flat fp32 on the host. Raises Unusable where there are none that are sound."""
+def open_slow(path: Path) -> Callable[[], Tensor]:
+    """A function that reads a checkpoint's slow weights alone, flat fp32 on the host. Its node may replace the
+    checkpoint meanwhile, as the open file stays readable. Both raise Unusable where the weights are not sound."""
+    opened: Any
     try:
         check_plain(path / STATE)
-        opened: Any = safe_open(path / STATE, framework="pt")
-        with opened as file:
-            slow = cast("Tensor", file.get_tensor(SLOW))
+        opened = safe_open(path / STATE, framework="pt")
     except (OSError, SafetensorError) as error:
         raise _unreadable(error) from error
-    if (why := _no_good({SLOW: slow})) is not None:
-        raise Unusable(why)
-    return slow
+
+    def read() -> Tensor:
+        try:
+            slow = cast("Tensor", opened.get_tensor(SLOW))
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(error) from error
+        if (why := _no_good({SLOW: slow})) is not None:
+            raise Unusable(why)
+        return slow
+
+    return read
 
 
 def _read_manifest(path: Path) -> CheckpointManifest:
