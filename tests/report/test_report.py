@@ -17,7 +17,7 @@ from noloco_node.cli import main as cli
 from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.report import figures
-from noloco_node.report.chronicle import Chronicle
+from noloco_node.report.chronicle import Chronicle, Moment
 from noloco_node.report.folder import read_folder
 from noloco_node.report.page import make_report, page
 from noloco_node.storage.run_folder import RunFolder
@@ -339,3 +339,10 @@ def test_a_life_ends_where_its_process_did(killed: bool) -> None:
     told = Chronicle.of("s0-r0", [begun, made.account(time=1020.0), *(() if killed else (end,)), coming, again])
     assert [(life.began, life.last) for life in told.lives] == [(1000.0, 1020.0), (1910.0, 1910.0)]
     assert [(m.kind, m.time) for m in told.moments][1] == ("death" if killed else "end", 1020.0)
+
+
+def test_a_pause_is_a_moment_of_the_node() -> None:
+    """The list of what befell a node left the hours out in which its user had it rest."""
+    rests = "paused until 22:00 (node.hours): device and line are free; noloco-node resume goes on at once"
+    told = Chronicle.of("s0-r0", [made.started("s0-r0"), Doing(what="paused", detail=rests, since=9.0, time=9.0)])
+    assert told.moments[-1] == Moment(9.0, "end", "paused until 22:00 (node.hours)")
