@@ -124,7 +124,7 @@ class Chronicle:
             case NodeReassigned():
                 self._say(event.time, "start", f"reassigned from stage {event.from_stage} to stage {event.stage}")
             case Doing(what="paused"):
-                self._say(event.time, "end", event.detail.partition(":")[0])
+                self._say(event.time, "end", event.detail.partition(": ")[0])
             case InnerStep(skipped=True):
                 self._fault(
                     event.time, "inner steps left out (gradient not finite)", f"inner step {event.step} skipped"
