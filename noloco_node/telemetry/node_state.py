@@ -292,7 +292,7 @@ class NodeView:
             made: dict[str, Any] = {"outer_steps": dict(self._outer), "faults": dict(self._faults) | last.faults}
             if self._doing is not None:
                 made["since"] = self._doing.since
-        seconds = _seconds_between(steps, now)
+        seconds = 0.0 if self._rested else _seconds_between(steps, now)
         ahead = steps[-1].clock - steps[0].clock if seconds else 0.0
         swarm = ahead / seconds if ahead > 0.0 else None  # a partner that is behind takes the swarm's tokens back
         if around is not None:
