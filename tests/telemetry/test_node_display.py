@@ -112,8 +112,8 @@ def test_a_view_without_events_can_be_shown_and_names_are_never_markup() -> None
 
 
 def test_a_pause_is_no_slow_training() -> None:
-    """The first step afterwards was shown as 149 tokens a second, with four hours left of four minutes. While it rests it
-    has no speed."""
+    """The first step afterwards was shown as 149 tokens a second, with four hours left of four minutes. A node that
+    rests has no speed."""
     view = half_way(Doing(time=HALF, what="paused", detail="paused: device and line are free", since=HALF))
     resting = view.state(HALF + 1.0)
     assert (resting.tokens_per_second, resting.swarm_tokens_per_second, resting.seconds_left) == (None, None, None)
