@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_160,
-    "lines of the tests": 60_925,
+    "lines of the package": 60_182,
+    "lines of the tests": 60_982,
     "lines of benchmarks and deploy": 4_873,
     "module-level numbers": 503,
     "files of the package": 292,
