@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_182,
-    "lines of the tests": 60_982,
+    "lines of the package": 60_186,
+    "lines of the tests": 60_983,
     "lines of benchmarks and deploy": 4_873,
     "module-level numbers": 503,
     "files of the package": 292,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 388,
+    "kB of Markdown": 389,
     "kB of results in docs": 309,
     "decision records": 40,
 }
@@ -23,7 +23,8 @@ def test_no_figure_of_the_house_is_beyond_its_bound() -> None:
     """`python -m tests.house` prints them all."""
     found = sizes()
     assert found.keys() == BOUNDS.keys()
-    assert not {name: figure for name, figure in found.items() if figure > BOUNDS[name]}
+    beyond = {name: figure for name, figure in found.items() if figure > BOUNDS[name]}
+    assert not beyond, "raise the bounds in the same commit, and say why it is worth it"
 
 
 def test_each_journey_visits_few_files() -> None:

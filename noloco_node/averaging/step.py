@@ -62,16 +62,15 @@ class Averaging(Participant):
     """Takes outer steps when told to, and answers stage peers that ask for one; at most one exchange at a time.
 
     Every commit is an event, and so is every exchange that was agreed and came to nothing. A fragment is named by its
-    index; None is the whole stage, also where it is cut into one. `ReplicaContext.moved` fires when an exchange has
-    ended or a catch-up is due.
-    """
+    index. None names the whole stage, also where there is only one fragment. `ReplicaContext.moved` fires when an
+    exchange has ended or a catch-up is due."""
 
     def __init__(self, context: ReplicaContext, clocks: PeerClocks) -> None:
-        def counts_itself(reason: Ending, steps: int) -> None:
+        def report_probation_ended(reason: Ending, steps: int) -> None:
             context.emit(ProbationEnded(reason=reason, steps=steps))
 
         inner_steps, book = context.spec.outer.inner_steps, context.transport.peer_stats.book
-        self.standing = ProbationStanding(inner_steps, counts_itself, book)
+        self.standing = ProbationStanding(inner_steps, report_probation_ended, book)
         self.side = Side(context, clocks=clocks, standing=self.standing)
         self.responder = Responder(self.side)
 
@@ -166,7 +165,8 @@ class Averaging(Participant):
         return session if accepted and not crossed else None
 
     async def _accepted(self, session: Session) -> bool:
-        """Propose run, contract, fragment, clock and tokens; whether the partner agrees, which fixes the weights."""
+        """Propose run, contract, fragment, clock and tokens; True if the partner agrees. Both shares in the mean are
+        then fixed."""
         side, progress = self.side, self.side.worker.progress
         proposal = Proposal(
             exchange=session.exchange,
@@ -188,8 +188,8 @@ class Averaging(Participant):
 
     def _note_refusal(self, partner: PeerId, error: Refused | TransportError) -> None:
         side = self.side
-        told_to_catch_up = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
-        if told_to_catch_up and not side.standing.newcomer and side.clocks.own_lags():
+        this_one_lags = isinstance(error, Refused) and error.reason is Refusal.LAGGING and error.detail == "yours"
+        if this_one_lags and not side.standing.newcomer and side.clocks.own_lags():
             side.told_to_catch_up(partner)
         side.refusals[failure_of(error).partition(":")[0]] += 1
         logger.debug("proposal to %s came to nothing: %r", partner, error)

@@ -193,9 +193,9 @@ class PipelineSpec(Settings):
     progress_seconds: PositiveFloat = 15.0
     """A stream that moves no byte for this long is given up."""
     hop_attempts: Positive = 3
-    """Failures (not `busy`) after which a hop gives a microbatch up."""
+    """Failures (not `busy` or `draining`) after which a hop gives a microbatch up."""
     requeues: Annotated[int, Field(ge=0)] = 5
-    """Times that a sample is requeued before it is dropped with a reason."""
+    """Requeues of a sample after failures at peers that could take it; the next one drops it. Outages do not count."""
     audit_share: Annotated[float, Field(ge=0.0, le=1.0)] = 1 / 32
     """Share of its work that the last stage does twice, at the most, so that gradients of next-stage replicas can be
     compared. It is divided over the hops, and serves stages of three replicas and more. New peers and unusual gradients

@@ -113,7 +113,7 @@ class ReplicaCourse:
     async def _until_over(self) -> None:
         await self.end.wait(self.stop, self._context.moved)
         if not self.stop.is_set():
-            logger.warning("the run is over: nothing is trained here any more, and the others have come to its end")
+            logger.warning("the run has come to its end before this node's own clock has")
             self._over = True
             self._context.moved.fire()
 

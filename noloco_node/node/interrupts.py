@@ -174,7 +174,8 @@ class Interrupts:
             self.word(word)
 
     def leaves(self, code: ExitCode = ExitCode.FAILURE) -> None:
-        """The node is on its way out; it ends with this code, or as one that was told to."""
+        """The node is on its way out; if that takes too long, it ends with this code, or with INTERRUPTED after a
+        signal."""
         if self._way_out is not None:
             self._way_out.begin(self._seconds, ExitCode.INTERRUPTED if self._heard else code)
 
@@ -194,7 +195,8 @@ class Interrupts:
 
     @contextlib.contextmanager
     def leaving(self, *, only_failed: bool = False) -> Generator[None]:
-        """When this block has ended, however it has (or `only_failed`), the node is on its way out."""
+        """When this block has ended, however it has (or `only_failed`), the node is on its way out. `moves_on` takes
+        that back after a move or a pause."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,5 @@
-"""A node's way through a run, from top to bottom: enter, choose a stage, obtain a state, train, leave.
+"""A node's way through a run, from top to bottom: enter, choose a stage, rest while paused, obtain a state, train,
+leave.
 
 Each step calls down, into what it is made of, and gives the next one what it has. Which stage a node serves is asked of
 `stage_lifecycle`, where its state comes from of `first_state`; it trains and leaves in a `Stay`.
@@ -216,7 +217,7 @@ async def _obtain(node: NodeParts, stage_index: int, interrupts: Interrupts) -> 
             async with stays.arriving(stage_index):
                 stay, clock = await _enter_stage(node, stage_index, interrupts, stack)
                 origin = await _first_state(node, stay.replica, clock)
-            if node.paused and resumed:  # the disk may have none of it
+            if node.paused and resumed:  # the replica may be newer than the checkpoint, which `_enter_stage` let go
                 node.saved = await stay.keeper.save_or_keep()
                 node.kept = node.saved is None
             if origin is not None:
@@ -230,8 +231,8 @@ async def _obtain(node: NodeParts, stage_index: int, interrupts: Interrupts) -> 
 async def _enter_stage(
     node: NodeParts, stage_index: int, interrupts: Interrupts, stack: contextlib.AsyncExitStack
 ) -> tuple[Stay, float | None]:
-    """A replica that serves, with what accompanies it, and the clock of the checkpoint that it goes on from. That
-    checkpoint holds a whole state: it is `node`'s no more, and nobody's once this returns."""
+    """A replica that serves, with what accompanies it, and the clock of the checkpoint that it goes on from. The
+    checkpoint is taken from `node`, so that its memory is free once this returns."""
     net, stays, spec = node.net, node.stays, node.net.spec
     saved, node.saved = node.saved, None
     walk = stays.ledger.walk if saved is None else saved.standing.walk
@@ -332,7 +333,7 @@ async def _compute_thread() -> AsyncGenerator[ComputeThread]:
 
 
 def _ended_between_two_stages(node: NodeParts, started: float) -> NodeStopped:
-    """How a node ends that had left its state to its stage peers, who have come to the run's end without it."""
+    """The run ended while this node moved between stages. Its state is with its former stage peers."""
     spec = node.net.spec
     node.folder.mark_ended(spec.run_id, spec.name)
     return _ended_without_this_node("while this node was between two stages", started)

@@ -26,7 +26,7 @@ from noloco_node.finite import INLINE_ELEMENTS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.hop import TRIAL_SECONDS, Trust
 from noloco_node.pipeline.admission import WANTED_SECONDS
-from noloco_node.pipeline.messages import COME_BACK, Outgoing, Trained
+from noloco_node.pipeline.messages import NO_FAILURE, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.training.bounds import Leanings, NormBound
 from noloco_node.transport.errors import Refused, TransportError
@@ -212,7 +212,7 @@ class Auditor:
                 return (await self.train_again(peer, case.outgoing, case.budget)).gradient
         except Refused as refusal:
             why = str(refusal)
-            silent = WANTED_SECONDS if refusal.reason in COME_BACK else TRIAL_SECONDS
+            silent = WANTED_SECONDS if refusal.reason in NO_FAILURE else TRIAL_SECONDS
         except (TransportError, TimeoutError) as error:
             why = repr(error)
         logger.debug("%s gave no answer to an audit: %s", peer, why)

@@ -45,14 +45,14 @@ Chosen = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(ma
 
 Mode = Literal["train", "evaluate"]
 
-COME_BACK = (Refusal.BUSY, Refusal.DRAINING)
-"""These refusals are no failure of the microbatch; `outcome_of` says what they cost the peer."""
+NO_FAILURE = (Refusal.BUSY, Refusal.DRAINING)
+"""After these refusals the sender asks again, and none counts for `hop_attempts`. `outcome_of` says what they cost."""
 NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 _ELSEWHERE = (Refusal.WRONG_RUN, Refusal.WRONG_STAGE, Refusal.WRONG_PROTOCOL, Refusal.UNKNOWN_METHOD)
-OF_ANY_MICROBATCH = (*COME_BACK, *NOT_FOR_US, *_ELSEWHERE, Refusal.OUT_OF_REACH)
+OF_ANY_MICROBATCH = (*NO_FAILURE, *NOT_FOR_US, *_ELSEWHERE, Refusal.OUT_OF_REACH)
 """These refusals would meet any other microbatch as well: they say nothing against this one."""
 PASSED_UPWARD = (Refusal.OUT_OF_REACH, Refusal.DOWNSTREAM_EXHAUSTED, Refusal.BUDGET_SPENT)
-"""A peer that gives one of these refusals says that others further on gave up."""
+"""A later hop gave up. A sender beyond stage 0 passes this on and asks nobody else."""
 
 NO_MEMORY = "there is no memory for this microbatch here now"
 

@@ -32,8 +32,8 @@ from noloco_node.pipeline.admission import ASKS_TO_WAIT
 from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
 from noloco_node.pipeline.in_flight import InFlight
 from noloco_node.pipeline.messages import (
-    COME_BACK,
     MICROBATCH,
+    NO_FAILURE,
     NO_MEMORY,
     NOT_FOR_US,
     OF_ANY_MICROBATCH,
@@ -247,7 +247,7 @@ class MicrobatchSource:
         return self._spec.microbatches_a_step(self._worker.live_replicas)
 
     def _drawn(self, downstream: Downstream, tokens: int) -> DrawnBy:
-        """Later stages train before this one does: what is under way counts as trained, each with so many tokens."""
+        """The origin, and its clock as it will be once all samples under way, of so many tokens each, are trained."""
         coming = self.under_way * tokens * self._worker.live_replicas
         return DrawnBy(downstream.peer_id, self._worker.progress.clock + coming)
 
@@ -262,13 +262,13 @@ class _Sending:
     trains: bool
     """It is to be trained, and not only evaluated."""
     asks: int = 0
-    """Asks that came to nothing; see `MicrobatchLimiter.take`."""
+    """Asks so far. It is set to `ASKS_TO_WAIT` once the microbatch may wait at a peer (`MicrobatchLimiter.take`)."""
     failures: int = 0
-    """Those of them that count for `hop_attempts`: all but `COME_BACK`."""
+    """Asks that count for `hop_attempts`: all that failed, but for `NO_FAILURE`."""
     excluded: set[PeerId] = field(default_factory=set[PeerId])
     """Peers that said no in this round."""
     suspect: bool = False
-    """Whether it may be at fault itself: it came to nothing in somebody's hands."""
+    """Whether a peer that could take this microbatch failed on it. Such failures can drop the sample."""
     busy_since: float = math.inf
     """When it was first refused since a peer was full."""
 
@@ -334,14 +334,14 @@ class Downstream:
         raise sending.given_up(Refusal.BUDGET_SPENT, why)
 
     async def _begin_another_round(self, sending: _Sending, left: float) -> None:
-        """Nobody may be asked now. Once all have refused, one round follows at once, in which the microbatch may wait
-        wherever there is a place; then a short jittered pause comes before each. With no peer at all, wait for one."""
-        all_asked = bool(sending.excluded)
+        """Nobody may be asked now. After the first full round another follows at once, in which peers may let the
+        microbatch wait. Later ones begin after a short pause at random. With no peer at all, wait for one."""
+        some_refused = bool(sending.excluded)
         sending.excluded.clear()
-        if all_asked and sending.asks < ASKS_TO_WAIT:
+        if some_refused and sending.asks < ASKS_TO_WAIT:
             sending.asks = ASKS_TO_WAIT
             return
-        pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if all_asked else left
+        pause = self._rng.uniform(*BUSY_BACKOFF_SECONDS) if some_refused else left
         await self._balancer.changed.wait(min(pause, left))
 
     async def _call(self, peer: PeerId, outgoing: Outgoing, asks: int, seconds: float) -> Trained:
@@ -426,11 +426,10 @@ class Downstream:
         if refusal is not Refusal.OUT_OF_REACH:
             self.circuit_breaker.failed()
         if self._stage > 0 and isinstance(error, Refused) and refusal in PASSED_UPWARD:
-            reached_nobody = refusal is Refusal.OUT_OF_REACH
-            raise HopFailed(refusal if reached_nobody else Refusal.DOWNSTREAM_EXHAUSTED, error.detail) from None
+            raise HopFailed(refusal, error.detail) from None
         logger.debug("microbatch %s came to nothing at %s: %r", sending.outgoing.id[:8], peer, error)
         sending.suspect = sending.suspect or suspect
-        sending.failures += refusal not in COME_BACK
+        sending.failures += refusal not in NO_FAILURE
         if refusal is Refusal.BUSY:
             sending.busy_since = min(sending.busy_since, began)
         if sending.trains and refusal is None and suspect:

@@ -83,7 +83,7 @@ class Candidate(NamedTuple):
     rests_until: float = 0.0
     trust: Trust = Trust.ORDINARY
     weight: float = 1.0
-    """How often it is asked, where 1 is a peer as quick as its stage peers (`LatencyTracker`). For `balanced` only."""
+    """How often it is asked, beside 1 for a peer as quick as its stage peers (`weight_of`). Only `balanced` uses it."""
 
 
 def choose_peer(
@@ -103,8 +103,8 @@ def choose_peer(
 
     Peers that rest are not asked, unless all do. Then the one that returns first is tried, so that a stage with a
     single slow peer is never cut off. Peers on trial may be chosen if all ordinary ones rest. Peers that are set
-    aside may be chosen if there are no others. An ordinary peer that is excluded, because it is busy for example, opens
-    no way to either.
+    aside may be chosen if there are no others. Neither are asked merely because all ordinary ones are excluded, as when
+    they are busy.
     """
     pool = [c for c in candidates if c.trust is Trust.ORDINARY]
     if all(c.rests_until > now for c in pool):
@@ -124,8 +124,8 @@ def choose_peer(
 
 
 def _balanced(available: Sequence[Candidate], rng: random.Random, others_are_full: bool) -> PeerId | None:
-    """What a peer says of its load decides only among those that are as quick as their stage peers. That these are full
-    makes no way for one that is slow: it would have every microbatch that they refuse."""
+    """What a peer says of its load decides only among those that are as quick as their stage peers. A slow
+    peer is not asked more often because the quick ones are full: it would have every microbatch that they refuse."""
     ordinary = [c for c in available if c.weight == 1.0]
     if len(ordinary) < len(available):
         slow = rng.choices(available, [c.weight for c in available])[0]
@@ -274,11 +274,8 @@ class LoadBalancer:
         hop.rest = hop.rest.again(RESTS, now, at_least=hop.rest.until - now)
 
     def asks_for(self, peer: PeerId) -> int:
-        """The number of asks that a sender counts before it asks `peer`.
-
-        A peer that was busy a moment ago and was chosen all the same lets the microbatch wait if it was asked often
-        enough before. So this is as many asks as that takes, also if the strategy is not `balanced`, and else 0.
-        """
+        """The number of earlier asks that is sent with a microbatch. With `ASKS_TO_WAIT` it may queue at a busy peer,
+        with 0 that peer sends it on. A peer that was busy a moment ago is chosen only where nobody better is left."""
         return ASKS_TO_WAIT if self.is_full(peer) or self._strategy != "balanced" else 0
 
     def is_full(self, peer: PeerId) -> bool:

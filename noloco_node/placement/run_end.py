@@ -7,6 +7,7 @@ microbatches that were trained here.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +22,8 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import PeerStats
 from noloco_node.tallies import PeerTable
+
+logger = logging.getLogger(__name__)
 
 NEAR_BY_CLOCK = 0.9
 """Share of the target from which a run is near its end though nobody has said so. To be idle is no error then."""
@@ -51,8 +54,8 @@ class Sight:
     """Others may have come to the target: by its own clock, by that of an origin that it trained for, or as it came
     (`came_near_the_end`)."""
     ended: bool
-    """Most of the work that was trained here of late is of origins that have finished. All have, or the others send no
-    more, or `IDLE_GRACES` are over since."""
+    """Finished origins have most of its late work, and all finished, or a grace passed without work, or `IDLE_GRACES`
+    with it; or the end is signed."""
     idle: float
     """Since it last trained, came, or saw a stage served again."""
     patience: float
@@ -116,14 +119,14 @@ class EndOfRun:
         self._finished: set[PeerId] = set()
         """Peers that have said so; it is kept, since the records of those that have left are soon forgotten."""
         self._ended_beside = False
-        """A peer that answers has said so. It only shortens the wait of a node that comes home near the end and gets no
-        work: it waited an hour for others that had ended beside it."""
+        """A peer that answers has said so. A node that comes home near the end and gets no work then waits
+        `IDLE_GRACES` instead of `HELD_UP_GRACES`."""
         self._most_since: float | None = None
         self.came_late = False
         """It came to a run that was under way: it took a stage peer's state, or brought a lost stage back."""
         self.came_near_the_end = False
-        """The run was near its end at the stage that this node has left for this one. A stage that begins anew says 0
-        of that: a node that took a lost first stage over waited an hour for others that had left at the end."""
+        """The stage that this node left for this one was near the run's end. The clock of a stage that begins anew is
+        0, so it cannot show that."""
 
     async def wait(self, stop: asyncio.Event, moved: Pulse) -> None:
         """Return when the run is over, or when `stop` is set; `moved` fires when there may be something new. Raises
@@ -132,6 +135,8 @@ class EndOfRun:
             sight = self.look()
             found = verdict(sight)
             if found is RunVerdict.OVER:
+                idle = f"nothing was trained here for {sight.idle:.0f} s, near the run's target"
+                logger.info("the run is over: %s", "its origins have finished" if sight.ended else idle)
                 return
             if found is RunVerdict.STALLED:
                 raise self._stalled(sight)

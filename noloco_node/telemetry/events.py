@@ -414,7 +414,7 @@ class Reachability(Event):
 
 
 class NodeStopped(Event):
-    """The last event of a node that ends in order."""
+    """A node's last event, also where it ends with an error for its user. A crash or a kill leaves none."""
 
     event: Literal["node_stopped"] = "node_stopped"
     reason: Literal["target_reached", "interrupted", "failed"]

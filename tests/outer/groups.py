@@ -38,7 +38,7 @@ ERRORS: dict[CodecName, Error] = {
     "dct": Error(6.0, 1.0, left=1.0),
     "sign": Error(6.0, 1.0, left=1.0),
 }
-"""A new codec says here what it may add; all tests take it in."""
+"""A new codec says here what it may add. Tests of whole exchanges take it in."""
 
 
 def vectors(count: int, dtype: torch.dtype = torch.float64, seed: int = 0, size: int = SIZE) -> list[Tensor]:

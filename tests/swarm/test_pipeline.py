@@ -185,7 +185,7 @@ async def test_peers_that_would_refuse_any_microbatch_cost_no_sample(reason: Ref
     samples that nobody had looked into."""
     pipeline = PipelineSpec(budget_seconds=1.0, progress_seconds=0.5, requeues=0, hop_attempts=2)
     async with world(micro_spec(stages=stages, layers=stages, steps=12, pipeline=pipeline)) as made:
-        target, times = peer_name(stages - 1, 0), 60 if reason in microbatch.COME_BACK else 16
+        target, times = peer_name(stages - 1, 0), 60 if reason in microbatch.NO_FAILURE else 16
         fault = Fault(FaultKind.REFUSE, None, target, microbatch.MICROBATCH.name, times, reason)
         await run_with_faults(made, fault)
         account = closed_account(made)
