@@ -426,7 +426,7 @@ class Downstream:
         if refusal is not Refusal.OUT_OF_REACH:
             self.circuit_breaker.failed()
         if self._stage > 0 and isinstance(error, Refused) and refusal in PASSED_UPWARD:
-            raise HopFailed(refusal, error.detail) from None
+            raise HopFailed(error.reason, error.detail) from None
         logger.debug("microbatch %s came to nothing at %s: %r", sending.outgoing.id[:8], peer, error)
         sending.suspect = sending.suspect or suspect
         sending.failures += refusal not in NO_FAILURE
