@@ -11,8 +11,8 @@ BOUNDS = {
     "module-level numbers": 503,
     "files of the package": 292,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 389,
-    "kB of results in docs": 309,
+    "kB of Markdown": 390,
+    "kB of results in docs": 310,
     "decision records": 40,
 }
 WAYS = {"a microbatch": 35, "an outer step": 35, "a joiner": 59}
