@@ -95,6 +95,20 @@ def test_why_a_peer_is_left_alone_is_told_below_the_peers() -> None:
     assert "\x1b" not in text
 
 
+def test_a_peer_whose_record_says_that_it_is_paused_is_not_shown_as_silent() -> None:
+    """Nobody asks it while it rests. A stage that waits for its owner's word is told apart from one without nodes."""
+    peers = [{"peer_id": "rests", "stage": 1, "state": "paused"}, {"peer_id": "died", "stage": 2, "state": "training"}]
+    here = {"stage": 0, "stages": 3, "peer_id": "p" * 20, "missing_stages": [1, 2]}
+    rows = drawn(screen(Follower(told, "here", told(peers=peers, **here)), 50)).splitlines()
+    assert [("paused" in row, "silent" in row) for row in rows if "…rests" in row or "…died" in row] == [
+        (True, False),
+        (False, True),
+    ]
+    text = "\n".join(rows)
+    assert "only paused nodes have stage 1" in text
+    assert "nobody serves stage 2" in text
+
+
 def test_a_node_that_falls_silent_is_shown_as_it_was() -> None:
     """With since when; one that nobody has ever heard of is an error with a remedy."""
     answers = iter([told(), NoState("connection refused")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,6 +43,8 @@ class Facts:
     """Stages that are waited for."""
     nodes: int = 0
     """Replicas of whatever stage that are there, this one included."""
+    paused: Collection[int] = ()
+    """Stages with a node that says that it is paused."""
 
 
 def facts_of(
@@ -61,6 +63,7 @@ def facts_of(
         in_hand=in_hand,
         missing=missing,
         nodes=sum(membership.replicas_per_stage()),
+        paused=membership.paused(),
     )
 
 
@@ -73,13 +76,12 @@ def doing(facts: Facts) -> tuple[What, str]:
     if not facts.missing and facts.idle_seconds <= max(IDLE_SECONDS, USUAL_STEPS * facts.step_seconds):
         return "training", "training"
     if facts.missing:
-        number, few = ", ".join(map(str, facts.missing)), too_few(facts.nodes, facts.stages)
-        return "waiting_for_peers", f"a replica of stage {number}: none is known{few}"
+        return "waiting_for_peers", _wanted(facts, *facts.missing) + too_few(facts.nodes, facts.stages)
     last = facts.stage == facts.stages - 1
     if not last and not facts.after:
-        return "waiting_for_peers", f"a replica of stage {facts.stage + 1}: none is known"
+        return "waiting_for_peers", _wanted(facts, facts.stage + 1)
     if facts.stage > 0 and not facts.before:
-        return "waiting_for_peers", f"a replica of stage {facts.stage - 1}: none is known"
+        return "waiting_for_peers", _wanted(facts, facts.stage - 1)
     if facts.in_hand and not last:
         return "waiting_for_work", (
             f"answers from stage {facts.stage + 1}, which has {as_many(facts.after, 'replica')}: {facts.in_hand} "
@@ -91,6 +93,12 @@ def doing(facts: Facts) -> tuple[What, str]:
         "waiting_for_work",
         f"microbatches from stage {facts.stage - 1}, which has {as_many(facts.before, 'replica')}",
     )
+
+
+def _wanted(facts: Facts, *stages: int) -> str:
+    """What a node waits for that has no replica of these stages. One that is paused comes back by its owner's word."""
+    why = "only paused nodes have it" if {*stages} <= {*facts.paused} else "none is known"
+    return f"a replica of stage {', '.join(map(str, stages))}: {why}"
 
 
 class Activity:

@@ -271,7 +271,7 @@ function changes(s, before) {
   return made;
 }
 const SEEN = ["node", "stage", "state", "tokens/s", "behind by", "outer steps", "loss", "divergence", "trained, tokens"];
-const seen = node => [called(node), node.stage, node.answers ? node.state : "silent", whole(node.tokens_per_second), node.answers ? lagging(node.lag) : "–", whole(node.outer_steps_taken), figure(node.training_loss), figure(node.replica_divergence), whole(node.tokens)];
+const seen = node => [called(node), node.stage, node.answers || node.state === "paused" ? node.state : "silent", whole(node.tokens_per_second), node.answers ? lagging(node.lag) : "–", whole(node.outer_steps_taken), figure(node.training_loss), figure(node.replica_divergence), whole(node.tokens)];
 function tablesOfNode(s) {
   const done = s.contribution;
   const hourly = count => `${bytes(count)}, ${bytes(3600 * count / Math.max(1, s.uptime_seconds))} an hour`;

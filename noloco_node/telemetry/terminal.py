@@ -178,8 +178,11 @@ def _troubles_of_node(state: NodeState, trouble: str) -> Iterator[str]:
     if trouble:
         yield trouble
     yield from (line.text for line in state.warnings[-WARNINGS_SHOWN:])
-    if state.missing_stages:
-        yield f"nobody serves {as_stages(state.missing_stages)}"
+    paused = {peer.stage for peer in state.peers if peer.state == "paused"} & {*state.missing_stages}
+    if paused:
+        yield f"only paused nodes have {as_stages(sorted(paused))}"
+    if empty := sorted({*state.missing_stages} - paused):
+        yield f"nobody serves {as_stages(empty)}"
 
 
 def _doing(state: NodeState) -> Text:
@@ -261,7 +264,7 @@ def _seen(node: NodeSeen, *more: str) -> _Row:
     cells = (
         as_node(node.peer_id, node.name),
         str(node.stage),
-        node.state if node.answers else "silent",
+        node.state if node.answers or node.state == "paused" else "silent",
         as_rate(node.tokens_per_second),
         as_lag(node.lag if node.answers else None),
         *more,

@@ -62,5 +62,8 @@ async def test_a_stage_whose_only_node_is_paused_is_not_said_to_be_lost(caplog: 
         await eventually(lambda: origin.missing.stages == [1], 60, "it is seen")
         assert "stage 1 has only paused nodes: microbatches are held back until one comes" in caplog.text
         assert "lost" not in caplog.text
+        waits = "a replica of stage 1: only paused nodes have it"
+        said = made.events[0]
+        await eventually(lambda: any(isinstance(e, Doing) and waits in e.detail for e in said), 60, "it is shown")
         origin.stop.set()
         await asyncio.wait(running, timeout=60)
