@@ -25,9 +25,12 @@ _REFUSED = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_NOT_INITIALIZED",
     "HIPBLAS_STATUS_ALLOC_FAILED",
+    "HIPBLAS_STATUS_NOT_INITIALIZED",
+    "OUT_OF_DEVICE_MEMORY",
+    "OUT_OF_HOST_MEMORY",
 )
-"""torch, its devices, their libraries and the loader say this. A library without room for its handle says that it is
-not initialised."""
+"""torch, its devices, their libraries and the loader say this; the last two come from Intel's driver. A library without
+room for its handle says that it is not initialised."""
 
 
 def address_space_left() -> int | None:

@@ -141,7 +141,10 @@ async def test_refused_memory_has_one_name_whoever_refuses_it() -> None:
     thread = ComputeThread()
     cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has")
     handle = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    for error in (cuda, handle, MemoryError(), RuntimeError("[enforce fail] can't allocate memory: you tried")):
+    amd = RuntimeError("CUDA error: HIPBLAS_STATUS_NOT_INITIALIZED when calling `hipblasCreate(handle)`")
+    intel = RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)")
+    machine = MemoryError(), RuntimeError("[enforce fail] can't allocate memory: you tried")
+    for error in (cuda, handle, amd, intel, *machine):
         with pytest.raises(NoMemory) as refused:
             await thread.run(Priority.FORWARD, partial(fails, error))
         assert str(refused.value) == (str(error).partition("\n")[0] or "MemoryError")
