@@ -17,6 +17,7 @@ import asyncio
 import gc
 import json
 import os
+import platform
 import signal
 import statistics
 import subprocess
@@ -24,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import cast, get_args
 
@@ -38,6 +40,7 @@ from benchmarks.gpu_trace import FRAGMENTS, traced
 from benchmarks.gpu_waits import LOOKED_AT, MOST_STAGES, random_batch, waits, waits_of_stages
 from benchmarks.gpu_worker import by_the_worker, states, what_crosses
 from benchmarks.pipeline import STEPS_BEFORE_WINDOW, run_swarm, settings_of
+from noloco_node import __version__
 from noloco_node.config.load import Config, load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PrecisionName, RunSpec
@@ -55,16 +58,20 @@ from noloco_node.training.compute_device import (
     finish,
     free_cached_memory,
     has_own_memory,
+    memory_of_device,
     resolve_device,
 )
 from noloco_node.training.host_copies import HostCopies
 
 NO_DEVICE = 3
 """Exit code where the device is not there."""
-PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
+PRECISIONS: list[PrecisionName] = sorted(get_args(PrecisionName), key=lambda name: name == "fp32")
+"""All of them. The first is that of every step which has one, and on a card nobody trains in fp32."""
 CONFIG = Path(__file__).parent.parent / "configs" / "tiny.yaml"
 STEP_EVERY = 8
 """Microbatches between two inner steps."""
+AS_CONSUMERS = (("run.inner.backward=checkpoint",), ("run.inner.backward=checkpoint", "run.inner.optimizer=muon"))
+"""Settings beside a precision."""
 WARM_UP = 3
 CODED = 1 << 24
 """Weights of an outer step whose arithmetic is timed."""
@@ -83,6 +90,9 @@ class Alone:
     """A whole model as one stage, medians over the rounds."""
 
     precision: str
+    backward: str
+    optimizer: str
+    parameters: int
     tokens_per_second: float
     slowest: float
     fastest: float
@@ -92,7 +102,8 @@ class Alone:
     of_a_product: float
     """Of what one large product of matrices reaches here."""
     of_a_plain_loop: float
-    """Of what a plain loop of torch reaches with the same model, computed in the same type."""
+    """Of what a plain loop of torch reaches with the same model and AdamW, computed in the same type, with its graph
+    kept."""
     memory: int
     """Bytes of the device at the most; 0 where it has no memory of its own."""
     planned: int
@@ -131,6 +142,7 @@ def config_of(options: argparse.Namespace, *overrides: str) -> Config:
             f"run.data.sequence_length={options.length}",
             f"run.inner.microbatch_windows={options.windows}",
             f"run.inner.global_batch_tokens={options.windows * options.length * STEP_EVERY}",
+            "run.inner.optimizer=adamw",
             *overrides,
         ],
     )
@@ -238,12 +250,33 @@ def one_stage(options: argparse.Namespace, precision: PrecisionName, *overrides:
 
 
 def alone(options: argparse.Namespace, reached: Reached, say: Say) -> None:
-    """Every precision in turn, each beside a plain loop."""
+    """Every precision in turn, each beside a plain loop; the first of them as the consumers' files have it, too."""
     for precision in options.precisions:
-        run = one_stage(options, precision)
-        looks = [look(run, options.device, options.seconds) for _ in range(options.rounds)]
-        plain = rate_of(Plain(run, options.device), options.seconds)
-        say("alone", **asdict(row_of(run, looks, plain, options.device, reached)))
+        plain = rate_of(Plain(one_stage(options, precision), options.device), options.seconds)
+        for more in ((), *(AS_CONSUMERS if precision == options.precisions[0] else ())):
+            run = one_stage(options, precision, *more)
+            looks = [look(run, options.device, options.seconds) for _ in range(options.rounds)]
+            say("alone", **asdict(row_of(run, looks, plain, options.device, reached)))
+
+
+def large(options: argparse.Namespace, reached: Reached, say: Say) -> None:
+    """A model of six times as many weights, by the first precision, in microbatches as the consumers' files have them.
+    Nothing but a word where the device has no room for it."""
+    larger = argparse.Namespace(**vars(options))
+    larger.hidden, larger.layers = 2 * options.hidden, options.layers * 3 // 2
+    larger.precisions, larger.windows = options.precisions[:1], min(2, options.windows)
+    run, device = one_stage(larger, larger.precisions[0]), torch.device(options.device)
+    planned, has = planned_bytes(run), memory_of_device(device).get("free")
+    if has is not None and has < planned:
+        say("large", left_out=f"it takes {planned} bytes of the device, which has {has}")
+        return
+    alone(larger, reached, say)
+
+
+def planned_bytes(run: RunSpec) -> int:
+    """What the plan has of a device for a whole model as one stage, whose inputs are there."""
+    need = memory_of(run, NodeSettings(in_flight=1), footprint_of(run), 1)[0]
+    return need.on_device - need.arriving
 
 
 def look(run: RunSpec, device: str, seconds: float) -> tuple[float, tuple[float, float, int]]:
@@ -271,9 +304,11 @@ def row_of(
     rate, flop = statistics.median(rates), sum(footprint.flop_per_token)
     peak = peak_of(device_name(device), precision)
     a_microbatch, a_step, memory = looks[-1][1]
-    need = memory_of(run, NodeSettings(in_flight=1), footprint, 1)[0]
     return Alone(
         precision,
+        run.inner.backward,
+        run.inner.optimizer,
+        sum(footprint.parameters),
         rate,
         min(rates),
         max(rates),
@@ -282,7 +317,7 @@ def row_of(
         rate * flop / reached[computed_in(precision)],
         rate / plain,
         memory,
-        need.on_device - need.arriving,
+        planned_bytes(run),
         a_microbatch,
         a_step,
     )
@@ -403,6 +438,10 @@ def _alone(options: argparse.Namespace, say: Say) -> None:
     alone(options, _reached(options), say)
 
 
+def _large(options: argparse.Namespace, say: Say) -> None:
+    large(options, _reached(options), say)
+
+
 def _codecs(options: argparse.Namespace, say: Say) -> None:
     size = min(CODED, options.hidden**2 * options.layers)
     for codec in (codec for codec in CODECS.values() if codec.on_a_device):
@@ -433,6 +472,7 @@ STEPS: dict[str, tuple[float, Callable[[argparse.Namespace, Say], None]]] = {
     "oom": (40.0, _oom),
     "machine": (30.0, _machine),
     "alone": (120.0, _alone),
+    "large": (90.0, _large),
     "worker": (80.0, _worker),
     "daemons": (170.0, _daemons),
     "codecs": (20.0, _codecs),
@@ -455,6 +495,15 @@ def write_down(out: Path | None, step: str, what: str, **figures: object) -> Non
             file.write(line + "\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def versions() -> dict[str, str]:
+    """When it was measured, and with what: figures of two machines are told apart by it."""
+    libraries = {name: metadata.version(name) for name in ("torch", "transformers", "hivemind")}
+    built = str(torch.version.cuda or torch.version.hip or getattr(torch.version, "xpu", None))
+    began = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    own = {"noloco_node": __version__, "python": platform.python_version(), "built_for": built}
+    return {"began_utc": began, **own, **libraries}
 
 
 def carried_out(command: Sequence[str], seconds: float) -> str:
@@ -490,7 +539,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.unlink(missing_ok=True)
     settings = {key: str(value) for key, value in vars(options).items()}
     found = {"device": device_name(options.device), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    write_down(options.out, "env", "machine", **found, torch=torch.__version__, settings=settings)
+    write_down(options.out, "env", "machine", **found, **versions(), settings=settings)
     given = sys.argv[1:] if arguments is None else list(arguments)
     began, ended = time.monotonic(), 0
     for step in (step for step in STEPS if step in options.only):
