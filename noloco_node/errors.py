@@ -48,7 +48,7 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.NODE_DIED: "a node of the local swarm died before the run's end",
     ExitCode.CHECK_FAILED: "a check of this machine or its network failed: disk, memory, clock, versions, reachability",
     ExitCode.NOT_ADMITTED: "the run does not admit this node: not listed, or no invitation that holds",
-    ExitCode.INTERRUPTED: "stopped by Ctrl-C or SIGTERM",
+    ExitCode.INTERRUPTED: "stopped by Ctrl-C, SIGTERM or a closed terminal",
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_186,
-    "lines of the tests": 60_983,
-    "lines of benchmarks and deploy": 4_873,
+    "lines of the package": 60_191,
+    "lines of the tests": 61_033,
+    "lines of benchmarks and deploy": 4_922,
     "module-level numbers": 503,
     "files of the package": 292,
     "files of the package below 60 lines": 34,

@@ -298,19 +298,15 @@ class Relocation:
 
     standing: MigrationStanding
     rng: random.Random
-    _next_look: float = field(init=False)
+    next_look: float = field(init=False)
+    """When it looks for a poorer stage again, seconds; for lost ones it looks at every call."""
     _unserved_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _empty_since: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _rescues: dict[int, float] = field(default_factory=dict[int, float], init=False)
     _shut: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._next_look = self.standing.since + self.standing.stay_seconds * self.rng.uniform(1.0, 1.0 + self._pause)
-
-    @property
-    def next_look(self) -> float:
-        """When it looks for a poorer stage again, seconds; for lost ones it looks at every call."""
-        return self._next_look
+        self.next_look = self.standing.since + self.standing.stay_seconds * self.rng.uniform(1.0, 1.0 + self._pause)
 
     @property
     def _pause(self) -> float:
@@ -359,9 +355,9 @@ class Relocation:
         return None
 
     def _balance(self, now: float, here: Server, others: Sequence[Server]) -> Move | None:
-        if now < self._next_look:
+        if now < self.next_look:
             return None
-        self._next_look = now + self.standing.stay_seconds * self._pause * self.rng.uniform(0.5, 1.5)
+        self.next_look = now + self.standing.stay_seconds * self._pause * self.rng.uniform(0.5, 1.5)
         supply = supply_of([*others, here], self.standing.work)
         fitting = [stage for stage in self.standing.fitting if stage not in self._unserved_since]
         target = plan_move(supply, here.stage, here.strength, fitting, self.rng)

@@ -272,12 +272,7 @@ class Muon:
         for matrices in map(Matrices.of, entries):
             kinds[matrices.rows, matrices.columns].append(matrices)
         self._batches = [batch for alike in kinds.values() for batch in _batches(alike, master, gradient)]
-        self._workspace = Workspace(*workspace_numbers([*map(Matrices.of, entries)]), master.device)
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes that its arithmetic holds from the start on."""
-        return self._workspace.nbytes
+        self.workspace = Workspace(*workspace_numbers([*map(Matrices.of, entries)]), master.device)
 
     def step(self, learning_rate: float, weight_decay: float) -> None:
         """One step on the gradient as it is: Nesterov's momentum, orthogonalised, and decoupled weight decay."""
@@ -289,7 +284,7 @@ class Muon:
                 self._master[part].mul_(1.0 - learning_rate * weight_decay)
             for weights, gradients in self._batches:
                 length = learning_rate * SCALE * math.sqrt(max(weights[0].shape))
-                for weight, step in zip(weights, self._workspace.orthogonal(gradients), strict=True):
+                for weight, step in zip(weights, self.workspace.orthogonal(gradients), strict=True):
                     weight.add_(step, alpha=-length)
 
 

@@ -74,7 +74,7 @@ def test_vectors_and_rooms_of_muon_are_counted() -> None:
     muon = InnerOptimizer(trainer.layout, trainer.master, trainer.gradient, run.inner).muon
     assert muon is not None
     planned = needs(run)[1]
-    assert planned.moments + planned.wider == 4 * moments + muon.workspace_bytes
+    assert planned.moments + planned.wider == 4 * moments + muon.workspace.nbytes
     plain = needs(changed(run, "inner", optimizer="adamw"))[1]
     assert plain.saved - planned.saved == plain.spooled - planned.spooled == 4 * (2 * count - moments)
     assert footprint_of(run).state_bytes[1] == 4 * (2 * count + moments)
