@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks.codecs import on_device
 from benchmarks.command import command, parser_of, positive, results_file, whole
 from benchmarks.gpu_checks import Say, exact, first_without_memory, trainer_of, without_memory
-from benchmarks.gpu_trace import FRAGMENTS, traced
+from benchmarks.gpu_trace import traced
 from benchmarks.gpu_waits import LOOKED_AT, MOST_STAGES, random_batch, waits, waits_of_stages
 from benchmarks.gpu_worker import by_the_worker, states, what_crosses
 from benchmarks.pipeline import STEPS_BEFORE_WINDOW, run_swarm, settings_of
@@ -455,7 +455,7 @@ def _waits(options: argparse.Namespace, say: Say) -> None:
 
 
 def _trace(options: argparse.Namespace, say: Say) -> None:
-    run = one_stage(options, options.precisions[0], f"run.outer.fragments={FRAGMENTS}")
+    run = one_stage(options, options.precisions[0])
     shares, course = asyncio.run(traced(run, options.device, options.trace))
     say("shares", **shares, course=asdict(course))
 

@@ -1,7 +1,7 @@
 """Where a device's time goes as a node trains on it: a part of `benchmarks.gpu`.
 
 Calls go by `StageWorker` and its thread as a node's do: some wait for their turn while one is worked on, so that their
-inputs come ahead, and outer steps of a fragment are taken beside them, snapshot, arithmetic and commit, without a
+inputs come ahead, and an outer step is taken beside them, snapshot, arithmetic and commit, without a
 partner.
 """
 
@@ -29,8 +29,6 @@ from noloco_node.training.stage_worker import InnerReport, StageWorker
 
 UNDER_WAY = 4
 """Calls asked for at a time: one is worked on, the others wait."""
-FRAGMENTS = 8
-"""Of the weights, of which one is exchanged at a time: its arithmetic on the host takes no longer than the trace."""
 
 
 @dataclass
@@ -99,9 +97,9 @@ async def _train(worker: StageWorker, run: RunSpec, microbatches: int) -> Course
 
 
 async def _outer_step(worker: StageWorker) -> float:
-    """Of the first fragment, without a partner: for how long it kept the device from training."""
-    snapshot = await worker.snapshot(0)
-    worker.outer.open(worker.part(0), members=1, weight=1.0)
+    """Without a partner: for how long it kept the device from training."""
+    snapshot = await worker.snapshot()
+    worker.outer.open(members=1, weight=1.0)
     commit = await worker.commit(snapshot, scale=1.0, clock_shift=0.0)
     return snapshot.held_seconds + commit.held_seconds
 

@@ -149,7 +149,7 @@ async def outer_step(worker: StageWorker, *, alone: bool = False) -> dict[str, f
     snapshot = await worker.snapshot()
     crossed = time.perf_counter()
     if alone:
-        worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+        worker.outer.open(members=1, weight=1.0)
     else:
         await ambient.elsewhere(with_itself, worker.outer)
     worked_out = time.perf_counter()
@@ -165,7 +165,7 @@ async def outer_step(worker: StageWorker, *, alone: bool = False) -> dict[str, f
 
 def with_itself(outer: OuterReplica) -> None:
     """The arithmetic of an exchange up to its commit, with a partner that sends the same."""
-    outer.open(outer.whole, members=2, weight=1.0, exchange="itself")
+    outer.open(members=2, weight=1.0, exchange="itself")
     sketch = outer.sketch()
     outer.agree([sketch] if outer.codec.modulo else [])
     for index in range(outer.chunks):

@@ -139,7 +139,7 @@ class HeldReplica:
         trainer = self._trainer
         assert trainer is not None
         noise = torch.randn(trainer.layout.size, generator=torch.Generator().manual_seed(seed)).mul_(APART)
-        await asyncio.to_thread(trainer.add_to_weights, noise, slice(None))
+        await asyncio.to_thread(trainer.add_to_weights, noise)
 
     async def average_with(self, peer: PeerId) -> OuterStep:
         """One exchange that this side dials. SystemExit where it comes to nothing."""

@@ -41,17 +41,16 @@ class VirtualSwarm:
 
     def watched(self, watch: Callable[[World], Awaitable[T]], seed: int) -> T:
         """What `watch` comes to, from when all nodes were started."""
-        run, footprint = self.config.run, footprint_of(self.config.run)
-        arithmetic = exchange_arithmetic(run, footprint, SimSpec().exchange_seconds)
+        footprint = footprint_of(self.config.run)
+        arithmetic = exchange_arithmetic(footprint, SimSpec().exchange_seconds)
         return in_virtual_time(lambda: self._watched(watch, footprint, seed), seed=seed, elsewhere_seconds=arithmetic)
 
     async def _watched(self, watch: Callable[[World], Awaitable[T]], footprint: Footprint, seed: int) -> T:
         run = self.config.run
-        fragments = run.outer.fragments
         way = SharedWay([[self.round_trip]])
-        links = Links(way, weigh_as(footprint, run.outer.codec, fragments))
+        links = Links(way, weigh_as(footprint, run.outer.codec))
         settings = self.config.node.model_copy(update={"seed": seed, "reassign": "never"})
-        learning = Quadratic(seed, fragments=fragments)
+        learning = Quadratic(seed)
 
         def device(number: int) -> Callable[[Priority], float]:
             stage = self.layout[number]

@@ -195,7 +195,7 @@ async def test_what_is_traced_goes_the_way_of_a_node(monkeypatch: pytest.MonkeyP
         begin(*of)
 
     monkeypatch.setattr(copies, "begin", begins)
-    run = small_run("run.model.stages=1", "run.outer.fragments=2")
+    run = small_run("run.model.stages=1")
     _, course = await traced(run, "cpu", tmp_path / "trace.json")
     assert set(sent) == {"copies"}
     assert course.microbatches >= UNDER_WAY

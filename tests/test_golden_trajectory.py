@@ -28,8 +28,6 @@ E = TypeVar("E", InnerStep, OuterStep)
 
 FILE = Path(__file__).parent / "fixtures" / "trajectory.json"
 ROUNDS = 6
-PARTS = (None, 0, 1)
-"""What is averaged, in turn: the whole stage, one fragment, the other."""
 STEPS_A_ROUND = (2, 3)
 """The steps of the two replicas: their clocks and the weights of their tokens are not the same."""
 WAYS: dict[str, tuple[str, dict[str, object]]] = {
@@ -52,7 +50,7 @@ def number_exchanges(patch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def two_replicas(codec: str, inner: dict[str, object]) -> AsyncIterator[World]:
     """Two replicas of the only stage; they exchange when they are told to, with all the time in the world."""
-    rule = {"inner_steps": 20, "min_inner_steps": 1, "alpha": 0.5, "beta": 0.5, "fragments": 2}
+    rule = {"inner_steps": 20, "min_inner_steps": 1, "alpha": 0.5, "beta": 0.5}
     spec = micro_spec(
         stages=1,
         layers=4,
@@ -91,7 +89,7 @@ async def one_round(made: World, number: int) -> dict[str, Any]:
         for _ in range(steps):
             await replica.pipeline.origin.train_one()
     dialler = number % 2
-    assert await made.replicas[dialler].averaging.dial(peer_name(0, 1 - dialler), PARTS[number % len(PARTS)])
+    assert await made.replicas[dialler].averaging.dial(peer_name(0, 1 - dialler))
     await eventually(lambda: all(len(events_of(made, side, OuterStep)) == number + 1 for side in (0, 1)))
     averaged = [events_of(made, side, OuterStep)[-1] for side in (0, 1)]
     return {
@@ -124,7 +122,7 @@ def flat(value: object, path: str = "") -> dict[str, float]:
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_two_replicas_go_the_way_that_is_written_down(way: str) -> None:
-    """Whole and by fragments, each side dialling in turn, exact and by four bits; with Muon's steps too."""
+    """Each side dialling in turn, exact and by four bits; with Muon's steps too."""
     tolerance = TOLERANCE[WAYS[way][0]]
     found, written = flat(await trajectory(way)), flat(json.loads(FILE.read_text())[way])
     assert found.keys() == written.keys()

@@ -342,7 +342,7 @@ async def run_ahead(replica: Replica, tokens: float) -> None:
     """Move a replica's clock by `tokens` in an outer step alone that moves nothing else of what its stage peers
     weigh."""
     snapshot = await replica.worker.snapshot()
-    replica.worker.outer.open(replica.worker.outer.whole, members=1, weight=1.0)
+    replica.worker.outer.open(members=1, weight=1.0)
     await replica.worker.commit(snapshot, scale=0.0, clock_shift=tokens)
 
 

@@ -13,7 +13,7 @@ from noloco_node.transport.errors import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The dialling window in inner steps since a fragment's last committed snapshot.
+    """The dialling window in inner steps since the last committed snapshot.
 
     From `min_inner_steps` (H_min) a replica may be dialled. From `inner_steps` (H) it dials. Only after H + 2·H_min
     does it step alone. Giving up after a few tries would leave a fifth of the steps alone; the window leaves next to
@@ -37,8 +37,8 @@ class Window:
 class PairingState(NamedTuple):
     """What the decision to dial rests on."""
 
-    steps_since_outer: Sequence[int]
-    """Inner steps of each fragment since its last committed snapshot."""
+    steps_since_outer: int
+    """Inner steps since the last committed snapshot."""
     steps_free: int
     """Inner steps since this replica was last engaged: a long exchange must not use up the time to find the next."""
     stage_peers: Callable[[], Sequence[PeerId]]
@@ -49,9 +49,9 @@ class PairingState(NamedTuple):
     next_try: float
     """Time before which no new dial is made, after a refusal."""
     last_round: bool = False
-    """Training is over: dial for the whole whatever the counts, and never step alone while stage peers live."""
+    """Training is over: dial whatever the count, and never step alone while stage peers live."""
     behind: bool = False
-    """The replica is far behind its stage peers. It dials whatever the counts, since any peer that answers gives it its
+    """The replica is far behind its stage peers. It dials whatever the count, since any peer that answers gives it its
     state."""
     last_done: bool = False
     """The last outer step has been taken: others may still dial, this replica does not."""
@@ -61,17 +61,13 @@ class PairingState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Propose an exchange of a fragment (None: of the whole stage) to this stage peer."""
+    """Propose an exchange to this stage peer."""
 
     partner: PeerId
-    fragment: int | None
 
 
-@dataclass(frozen=True, slots=True)
 class StepAlone:
-    """Take the outer step of a fragment (None: of the whole stage) without a partner."""
-
-    fragment: int | None
+    """Take the outer step without a partner."""
 
 
 class Wait:
@@ -82,22 +78,19 @@ WAIT = Wait()
 
 
 def decide(state: PairingState, window: Window, *, now: float, rng: random.Random) -> Dial | StepAlone | Wait:
-    """Dial a random stage peer, step alone, or wait: for the fragment that has waited longest, or in the last round for
-    the whole."""
-    longest = max(state.steps_since_outer)
-    due = longest >= window.inner_steps or state.last_round
+    """Dial a random stage peer, step alone, or wait."""
+    due = state.steps_since_outer >= window.inner_steps or state.last_round
     if state.engaged or state.last_done or not (due or state.behind):
         return WAIT
-    fragment = None if state.last_round else state.steps_since_outer.index(longest)
     stage_peers = state.stage_peers()
     if not stage_peers:
-        return StepAlone(fragment) if due else WAIT
+        return StepAlone() if due else WAIT
     searched_enough = state.steps_free >= window.search_steps
-    if longest >= window.alone_after and searched_enough and not state.last_round:
-        return StepAlone(fragment)
+    if state.steps_since_outer >= window.alone_after and searched_enough and not state.last_round:
+        return StepAlone()
     if now < state.next_try:
         return WAIT
-    return Dial(_draw(stage_peers, state.weigh, rng), fragment)
+    return Dial(_draw(stage_peers, state.weigh, rng))
 
 
 def _draw(
@@ -127,9 +120,9 @@ def answer_proposal(
 ) -> Refusal | None:
     """None to accept a proposal of `dialler`, else the reason to refuse it.
 
-    `too_often`: the dialler has had its part of the outer steps (`Partners.too_many`). `steps_since_outer` counts the
-    inner steps of the proposed fragment, or of the whole. `dialling` is the stage peer that this replica has proposed
-    to. If two dial each other, the proposal of the smaller id stands and the other is refused as crossed.
+    `too_often`: the dialler has had its part of the outer steps (`Partners.too_many`). `dialling` is the stage peer
+    that this replica has proposed to. If two dial each other, the proposal of the smaller id stands and the other is
+    refused as crossed.
     """
     if exchange_open:
         return Refusal.BUSY

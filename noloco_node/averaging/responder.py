@@ -86,7 +86,7 @@ class Responder:
         session = self._side.engagement.session
         if session is None or self._side.engagement.phase not in DIALLED:
             return
-        late = overdue(session, ambient.monotonic(), limit, self._side.floor_for(session.part))
+        late = overdue(session, ambient.monotonic(), limit, self._side.floor)
         if late is not None:
             self._side.report_abort(session, late)
             self._side.close(session)
@@ -125,14 +125,13 @@ class Responder:
             dialling=engagement.session.partner if engagement.session else None,
             exchange_open=False,
             too_often=not weightless and side.partners.too_many(*side.account_of(peer)),
-            steps_since_outer=side.window.inner_steps if weightless else progress.steps_since(proposal.fragment),
+            steps_since_outer=side.window.inner_steps if weightless else progress.steps_since_outer,
             window=side.window,
             last_round=side.last_round,
         )
         if refusal is not None:
             raise Refused(refusal)
-        session = side.new_session(proposal.exchange, peer, "dialled", proposal.fragment)
-        tokens = progress.tokens_since(session.fragment)
+        session, tokens = Session(proposal.exchange, peer, "dialled"), progress.tokens_since_outer
         session.agreed(progress.steps, tokens, proposal.tokens, gives_only=weightless)
         engagement.begin(Change.AGREE, session)
         return Acceptance(tokens=tokens, weightless=weightless, loss=side.standing.loss.mean)
@@ -150,13 +149,13 @@ class Responder:
 
     def admit_open(self, peer: PeerId, opening: Opening, specs: tuple[TensorSpec, ...]) -> None:
         """Refuse an opening that does not fit the exchange."""
-        session = self._session_of(peer, opening.exchange)
-        if specs != self._side.opening_specs(session.part):
+        self._session_of(peer, opening.exchange)
+        if specs != self._side.opening_specs():
             raise Refused(Refusal.MALFORMED, "the gauge or the sketch does not have the agreed size")
 
     async def handle_open(self, peer: PeerId, opening: Opening, tensors: tuple[Tensor, ...]) -> Reply[Opening]:
         """Open the outer step here too."""
-        self.admit_open(peer, opening, specs_of(tensors))  # a namesake may have opened since, for another fragment
+        self.admit_open(peer, opening, specs_of(tensors))  # a namesake may have opened since
         side, session = self._side, self._session_of(peer, opening.exchange)
         outer = side.worker.outer
         if not side.engagement.holds(session, Phase.AGREED):
@@ -170,13 +169,13 @@ class Responder:
         if not await found_finite(tensors[0]):
             raise self._broken_off(session, "not_finite: the gauge holds NaN or infinity")
         self._check_still_open(session)
-        snapshot = await side.worker.snapshot(session.fragment)
+        snapshot = await side.worker.snapshot()
         self._check_still_open(session)
 
         def work() -> tuple[tuple[Tensor, ...], float | None]:
             own = side.open(session)
             outer.agree(tensors[1:])
-            return own, side.bounds[session.part].difference.bound(outer.own_motion()) if session.gives_only else None
+            return own, side.bound.difference.bound(outer.own_motion()) if session.gives_only else None
 
         try:
             own, bound = await side.arithmetic.do(work)

@@ -16,7 +16,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import Codec
-from noloco_node.outer.replica import NotFinite, Part, gauge_coordinates, spread
+from noloco_node.outer.replica import NotFinite, gauge_coordinates, spread
 from noloco_node.outer.update import token_weights
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.training.progress import Progress
@@ -59,8 +59,6 @@ class Proposal(WireModel):
     clock: ClockValue
     tokens: _Tokens
     """Tokens behind the dialler's Δ."""
-    fragment: Annotated[int, Field(ge=0, lt=1 << 16)] | None = None
-    """Index of the fragment to be averaged; None is the whole stage."""
     newcomer: bool = False
     """The dialler is on probation: it asks to be pulled, and not to be counted."""
 
@@ -75,10 +73,7 @@ def check_proposal(proposal: Proposal, spec: RunSpec, stage: int, contract: str)
         protocol=proposal.protocol,
     )
     if proposal.contract != contract:
-        raise Refused(Refusal.WRONG_CONTRACT, "the stages differ in shapes, order, codec, fragments or chunk size")
-    fragments = spec.outer.fragments
-    if proposal.fragment is not None and proposal.fragment >= fragments:
-        raise Refused(Refusal.MALFORMED, f"fragment {proposal.fragment} of {fragments}")
+        raise Refused(Refusal.WRONG_CONTRACT, "the stages differ in shapes, order, codec or chunk size")
 
 
 class Acceptance(WireModel):
@@ -137,9 +132,6 @@ class Session:
     exchange: str
     partner: PeerId
     role: Literal["dialler", "dialled"]
-    fragment: int | None
-    """Which fragment of the stage; None is the whole."""
-    part: Part
     weight: float = 1.0
     """n·w of this replica."""
     started: float = field(default_factory=ambient.monotonic)
@@ -303,7 +295,6 @@ def commit_event(session: Session, snapshot: Snapshot, commit: Commit, judgement
         step=snapshot.progress.steps,
         clock=commit.progress.clock,
         learning_rate=snapshot.learning_rate,
-        fragment=session.fragment,
         partner=session.partner if paired else None,
         role=session.role if paired else "none",
         reason=session.reason,
@@ -327,7 +318,6 @@ def abort_event(session: Session, progress: Progress, learning_rate: float, reas
         step=progress.steps,
         clock=progress.clock,
         learning_rate=learning_rate,
-        fragment=session.fragment,
         partner=session.partner,
         role=session.role,
         reason=reason,

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from noloco_node.averaging.session import Session, abort_event, commit_event, op
 from noloco_node.directory.clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import CLIP_MULTIPLE, Judgement, PartnerBound
-from noloco_node.outer.replica import GAUGE_COORDINATES, NotFinite, Part, gauge_coordinates
+from noloco_node.outer.replica import GAUGE_COORDINATES, NotFinite, gauge_coordinates
 from noloco_node.participant import ReplicaContext
 from noloco_node.peers.partners import STRANGERS, Meeting, Partners, ProbationStanding, in_line
 from noloco_node.telemetry.events import OuterStep
@@ -213,8 +213,7 @@ class Side:
         self.worker = worker = context.worker
         self.clocks = clocks
         self.standing = standing
-        parts = (*worker.outer.fragments, worker.outer.whole)
-        self.bounds = {part: PartnerBound(CLIP_MULTIPLE) for part in parts}
+        self.bound = PartnerBound(CLIP_MULTIPLE)
         self.contract = worker.contract
         self.arithmetic = Arithmetic(transport, worker)
         self.engagement = Engagement()
@@ -224,7 +223,7 @@ class Side:
         self.last_round = False
         """This replica has trained to the run's end, and takes its last outer step."""
         self.last_taken = False
-        """The last outer step, of the whole stage, is done."""
+        """The last outer step is done."""
         self.catch_up_from: PeerId | None = None
         """This replica is to take that peer's state, since it lags too far behind to be averaged with."""
         self.refusals = Counter[str]()
@@ -239,37 +238,25 @@ class Side:
         """Replicas of this stage that live beside this one."""
         return self.worker.live_replicas - 1
 
-    def new_session(
-        self,
-        exchange: str,
-        partner: PeerId,
-        role: Literal["dialler", "dialled"],
-        fragment: int | None,
-        reason: str = "",
-    ) -> Session:
-        """A new session for a fragment, or for the whole stage. A step alone has a `reason`."""
-        part = self.worker.part(fragment)
-        whole = part == self.worker.outer.whole
-        return Session(exchange, partner, role, None if whole else fragment, part, reason=reason)
-
-    def floor_for(self, part: Part) -> float:
-        """Bytes per second that an exchange of `part` moves each way at least."""
+    @property
+    def floor(self) -> float:
+        """Bytes per second that an exchange moves each way at least."""
         limits, codec = self.spec.limits, self.worker.outer.codec
-        size = codec.wire_elements(part.size) * codec.wire_dtype.itemsize
+        size = codec.wire_elements(self.worker.outer.size) * codec.wire_dtype.itemsize
         return floor_of(size, limits.chunk_bytes, limits.exchange_progress_seconds)
 
     def open(self, session: Session) -> tuple[Tensor, ...]:
         """On the arithmetic's thread: open the outer step on the snapshot. What travels at the opening: the gauge and,
         if the codec needs one, the sketch."""
-        outer, part = self.worker.outer, session.part
-        outer.open(part, members=2, weight=session.weight, exchange=session.exchange)
-        places = gauge_coordinates(session.exchange, part.size, GAUGE_COORDINATES)
-        gauge, sketch = outer.snapshot[part.slice][places], outer.sketch()
+        outer = self.worker.outer
+        outer.open(members=2, weight=session.weight, exchange=session.exchange)
+        gauge = outer.snapshot[gauge_coordinates(session.exchange, outer.size, GAUGE_COORDINATES)]
+        sketch = outer.sketch()
         return (gauge, sketch) if sketch.numel() else (gauge,)
 
-    def opening_specs(self, part: Part) -> tuple[TensorSpec, ...]:
+    def opening_specs(self) -> tuple[TensorSpec, ...]:
         """The shapes and types of the tensors that travel at the opening."""
-        return opening_specs(self.worker.outer.codec, part.size, GAUGE_COORDINATES)
+        return opening_specs(self.worker.outer.codec, self.worker.outer.size, GAUGE_COORDINATES)
 
     def refuse_laggards(self, peer: PeerId, claimed: float, *, newcomer: bool = False) -> None:
         """Raise Refused if one of the two lags.
@@ -314,7 +301,7 @@ class Side:
     async def _apply(self, session: Session) -> None:
         snapshot = session.snapshot
         assert snapshot is not None
-        outer, bound = self.worker.outer, self.bounds[session.part]
+        outer, bound = self.worker.outer, self.bound
         # A newcomer knows that it may itself be the one that is far. With only two replicas nobody knows which one is.
         stage_peers = 0 if self.standing.newcomer else self.stage_peers
         judgement = Judgement(0.0, 0.0, 1.0)
@@ -354,7 +341,7 @@ class Side:
         self._report(abort_event(session, progress, rate, reason))
 
     def _report(self, event: OuterStep) -> None:
-        if self.last_round and event.kind != "aborted" and event.fragment is None:
+        if self.last_round and event.kind != "aborted":
             self.last_taken = True
         if event.kind == "paired" and event.partner is not None:
             carried, now = event.bytes_sent + event.bytes_received, ambient.monotonic()

@@ -61,9 +61,8 @@ once."""
 class Averaging(Participant):
     """Takes outer steps when told to, and answers stage peers that ask for one; at most one exchange at a time.
 
-    Every commit is an event, and so is every exchange that was agreed and came to nothing. A fragment is named by its
-    index. None names the whole stage, also where there is only one fragment. `ReplicaContext.moved` fires when an
-    exchange has ended or a catch-up is due."""
+    Every commit is an event, and so is every exchange that was agreed and came to nothing. `ReplicaContext.moved` fires
+    when an exchange has ended or a catch-up is due."""
 
     def __init__(self, context: ReplicaContext, clocks: PeerClocks) -> None:
         def report_probation_ended(reason: Ending, steps: int) -> None:
@@ -110,17 +109,17 @@ class Averaging(Participant):
         finally:
             self.side.engagement.go_on(None, Change.STATE_TAKEN)
 
-    async def dial(self, partner: PeerId, fragment: int | None = None) -> bool:
-        """Average a fragment with `partner`; True when committed. It raises nothing that the partner could cause.
+    async def dial(self, partner: PeerId) -> bool:
+        """Average with `partner`; True when committed. It raises nothing that the partner could cause.
 
         An agreed exchange that came to nothing is an event. A proposal that was refused or not answered is none; a step
         alone tells how many there were.
         """
-        side, session = self.side, await self._match(partner, fragment)
+        side, session = self.side, await self._match(partner)
         if session is None:
             return False
         try:
-            session.took(snapshot := await side.worker.snapshot(session.fragment))
+            session.took(snapshot := await side.worker.snapshot())
             await self._exchange(session, snapshot)
             side.engagement.go_on(session, Change.COMPLETE)
             await side.commit(session)
@@ -133,26 +132,26 @@ class Averaging(Participant):
             side.close(session)
         return True
 
-    async def step_alone(self, fragment: int | None = None) -> None:
-        """The outer step of a fragment without a partner. Raises NotAllowed where this replica is engaged."""
+    async def step_alone(self) -> None:
+        """The outer step without a partner. Raises NotAllowed where this replica is engaged."""
         side, outer = self.side, self.side.worker.outer
-        session = side.new_session(ambient.token(16), NOBODY, "dialler", fragment, why_alone(side.refusals))
+        session = Session(ambient.token(16), NOBODY, "dialler", reason=why_alone(side.refusals))
         side.engagement.begin(Change.STEP_ALONE, session)
         try:
-            session.took(await side.worker.snapshot(session.fragment))
-            await side.arithmetic.do(lambda: outer.open(session.part, members=1, weight=1.0))
+            session.took(await side.worker.snapshot())
+            await side.arithmetic.do(lambda: outer.open(members=1, weight=1.0))
             side.engagement.go_on(session, Change.COMPLETE)
             await side.commit(session)
         finally:
             side.close(session)
 
-    async def _match(self, partner: PeerId, fragment: int | None) -> Session | None:
+    async def _match(self, partner: PeerId) -> Session | None:
         """The exchange that `partner` agrees to. None where it refuses, where its own proposal has arrived first and
         stands, or where this replica is engaged."""
         side, engagement = self.side, self.side.engagement
         if engagement.phase is not Phase.FREE:
             return None
-        session, accepted = side.new_session(ambient.token(16), partner, "dialler", fragment), False
+        session, accepted = Session(ambient.token(16), partner, "dialler"), False
         engagement.begin(Change.PROPOSE, session)
         try:
             accepted = await self._accepted(session)
@@ -165,8 +164,7 @@ class Averaging(Participant):
         return session if accepted and not crossed else None
 
     async def _accepted(self, session: Session) -> bool:
-        """Propose run, contract, fragment, clock and tokens; True if the partner agrees. Both shares in the mean are
-        then fixed."""
+        """Propose run, contract, clock and tokens; True if the partner agrees. Both shares in the mean are then fixed."""
         side, progress = self.side, self.side.worker.progress
         proposal = Proposal(
             exchange=session.exchange,
@@ -174,8 +172,7 @@ class Averaging(Participant):
             stage=side.stage,
             contract=side.contract,
             clock=progress.clock,
-            tokens=progress.tokens_since(session.fragment),
-            fragment=session.fragment,
+            tokens=progress.tokens_since_outer,
             newcomer=side.standing.newcomer,
         )
         try:
@@ -198,9 +195,7 @@ class Averaging(Participant):
         """Swap openings, then all chunks; the first chunk says how many may be in flight."""
         side, outer = self.side, self.side.worker.outer
         own = await side.arithmetic.do(lambda: side.open(session))
-        answer = await self._ask(
-            session.partner, OPEN, opening_of(session, snapshot), own, side.opening_specs(session.part)
-        )
+        answer = await self._ask(session.partner, OPEN, opening_of(session, snapshot), own, side.opening_specs())
         opening = answer.header
         side.refuse_laggards(session.partner, opening.clock)
         await side.arithmetic.take_in(session.partner, lambda: outer.agree(answer.tensors[1:]))
@@ -214,7 +209,7 @@ class Averaging(Participant):
     async def _swap_chunk(self, session: Session, index: int) -> None:
         side, outer = self.side, self.side.worker.outer
         limit = side.spec.limits.exchange_progress_seconds
-        late = too_slow(session, ambient.monotonic(), limit, side.floor_for(session.part))
+        late = too_slow(session, ambient.monotonic(), limit, side.floor)
         if late is not None:
             raise DeadlinePassed(late)
         header = ChunkHeader(exchange=session.exchange, index=index)

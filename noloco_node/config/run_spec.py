@@ -120,9 +120,6 @@ class OuterSpec(Settings):
     """How the exchanged tensor travels: rounded; or as codes modulo 2^8 or 2^4 of the difference to the partner.
     `dct` sends only the largest DCT coefficients of its own motion, `sign` only the signs, and both a sixteenth of
     the rest."""
-    fragments: Annotated[int, Field(gt=0, le=1024)] = 1
-    """F: parts of a stage's weights that are exchanged one at a time, each once in H inner steps. A peak of the traffic
-    carries 1/F of the weights."""
     max_lag_tokens: Positive | None = None
     """A replica that is more than so many trained tokens behind its partner takes the partner's state instead of
     averaging. If not set, it is 4·H inner steps' worth of tokens."""
@@ -153,11 +150,6 @@ class OuterSpec(Settings):
             raise ValueError(
                 f"run.outer.min_inner_steps ({self.min_inner_steps}) exceeds run.outer.inner_steps "
                 f"({self.inner_steps}): a replica would dial before it may be dialled"
-            )
-        if self.fragments > self.inner_steps:
-            raise ValueError(
-                f"run.outer.fragments ({self.fragments}) exceeds run.outer.inner_steps ({self.inner_steps}): more than "
-                "one exchange would be due in every inner step; lower run.outer.fragments"
             )
         return self
 

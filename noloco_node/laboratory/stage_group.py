@@ -20,7 +20,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.laboratory.stacked import StackedStage
 from noloco_node.outer.clipping import CLIP_MULTIPLE, PartnerBound
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.replica import GAUGE_COORDINATES, OuterReplica, Part, gauge_coordinates
+from noloco_node.outer.replica import GAUGE_COORDINATES, OuterReplica, gauge_coordinates
 from noloco_node.outer.update import OuterRule, token_weights
 from noloco_node.peers.partners import Partners
 from noloco_node.training.progress import Progress
@@ -39,11 +39,9 @@ class ReplicaAccount:
 
 @dataclass(slots=True, eq=False)
 class LabMeeting:
-    """An outer step of one or more replicas on one part of the weights."""
+    """An outer step of one or more replicas."""
 
     members: tuple[int, ...]
-    fragment: int | None
-    part: Part
     snapshots: tuple[Progress, ...]
     """The progress of each member at its snapshot."""
 
@@ -88,26 +86,22 @@ class StageGroup:
         self.tally = Tally()
         outer = run.outer
         rule = OuterRule(outer.alpha, outer.beta, outer.effective_gamma, outer.momentum)
-        codec, fragments = CODECS[outer.codec], outer.fragments
         self.replicas = [
             OuterReplica(
-                rule,
-                row.to(torch.float32, copy=True),
-                codec=codec,
-                chunk_bytes=run.limits.chunk_bytes,
-                fragments=fragments,
+                rule, row.to(torch.float32, copy=True), codec=CODECS[outer.codec], chunk_bytes=run.limits.chunk_bytes
             )
             for row in stage.fast
         ]
-        self._bounds = [[PartnerBound(CLIP_MULTIPLE) for _ in range(fragments + 1)] for _ in self.replicas]
+        self._bounds = [PartnerBound(CLIP_MULTIPLE) for _ in self.replicas]
         self._visits = [Partners() for _ in self.replicas]
 
-    def bytes_of(self, part: Part, partners: int) -> int:
-        """What one member sends in an exchange of this part: payload, sketch and gauge to each partner."""
-        payload = self.replicas[0].codec.wire_bytes(part.size) * self._world.tensors_sent
+    def bytes_to(self, partners: int) -> int:
+        """What one member sends in an exchange: payload, sketch and gauge to each partner."""
+        size = self.replicas[0].size
+        payload = self.replicas[0].codec.wire_bytes(size) * self._world.tensors_sent
         if self._everyone:  # a ring all-reduce
             return round(2 * partners / (partners + 1) * payload)
-        gauge = 4 * gauge_coordinates("", part.size, GAUGE_COORDINATES).numel()
+        gauge = 4 * gauge_coordinates("", size, GAUGE_COORDINATES).numel()
         return (payload + gauge) * partners
 
     def tick(self, now: int) -> None:
@@ -123,7 +117,7 @@ class StageGroup:
                 self._decide(index, now)
 
     def last(self) -> None:
-        """The last outer step: everyone averages once more, over all weights. Of an odd number the last are three."""
+        """The last outer step: everyone averages once more. Of an odd number the last are three."""
         order = list(range(len(self._accounts)))
         self._rng.shuffle(order)
         n = len(order) if self._everyone else 2
@@ -131,7 +125,7 @@ class StageGroup:
         if len(groups) > 1 and len(groups[-1]) < 2:
             groups[-2:] = [groups[-2] + groups[-1]]
         for members in groups:
-            self._step(tuple(members), None)
+            self._step(tuple(members))
 
     def _decide(self, index: int, now: int) -> None:
         account = self._accounts[index]
@@ -148,21 +142,20 @@ class StageGroup:
         )
         decision = decide(state, self._window, now=float(now), rng=self._rng)
         if isinstance(decision, StepAlone):
-            self._step((index,), decision.fragment)
+            self._step((index,))
         elif isinstance(decision, Dial):
-            assert decision.fragment is not None, "only the last round is about the whole"
             partner = int(decision.partner)
-            if self._accepts(partner, index, decision.fragment) and not self._caught_up(index, partner):
-                self._step((index, partner), decision.fragment)
+            if self._accepts(partner, index) and not self._caught_up(index, partner):
+                self._step((index, partner))
 
-    def _accepts(self, dialled: int, dialler: int, fragment: int) -> bool:
+    def _accepts(self, dialled: int, dialler: int) -> bool:
         refusal = answer_proposal(
             own=self._peers[dialled],
             dialler=self._peers[dialler],
             dialling=None,
             exchange_open=False,
             too_often=self._visits[dialled].too_many(self._peers[dialler], self._stage_peers),
-            steps_since_outer=self._accounts[dialled].progress.steps_since(fragment),
+            steps_since_outer=self._accounts[dialled].progress.steps_since_outer,
             window=self._window,
             last_round=False,
         )
@@ -177,32 +170,29 @@ class StageGroup:
         self._stage.copy(ahead, behind)
         source = self.replicas[ahead]
         self.replicas[behind].load(source.slow, source.momentum, source.trail)
-        account.progress = account.progress.as_copy_of(other.clock, other.outer_rounds, self._run.outer.inner_steps)
+        account.progress = account.progress.as_copy_of(other.clock, other.outer_rounds)
         account.free_since = account.progress.steps
         return True
 
     def _meet_all(self) -> None:
         """DiLoCo: everyone, as soon as the mean replica has taken H steps since the last time."""
         members = tuple(range(len(self._accounts)))
-        for fragment in range(self._run.outer.fragments):
-            since = [self._accounts[index].progress.steps_since(fragment) for index in members]
-            if sum(since) >= self._run.outer.inner_steps * len(members):
-                self._step(members, fragment)
-                return
+        since = sum(account.progress.steps_since_outer for account in self._accounts)
+        if since >= self._run.outer.inner_steps * len(members):
+            self._step(members)
 
-    def _step(self, members: tuple[int, ...], fragment: int | None) -> None:
-        self._commit(self._open(members, fragment))
+    def _step(self, members: tuple[int, ...]) -> None:
+        self._commit(self._open(members))
 
-    def _open(self, members: tuple[int, ...], fragment: int | None) -> LabMeeting:
+    def _open(self, members: tuple[int, ...]) -> LabMeeting:
         self._held += 1
         replicas = [self.replicas[index] for index in members]
         snapshots = tuple(self._accounts[index].progress for index in members)
-        part = replicas[0].whole if fragment is None else replicas[0].fragments[fragment]
-        weights = token_weights([progress.tokens_since(fragment) for progress in snapshots])
+        weights = token_weights([progress.tokens_since_outer for progress in snapshots])
         for index, replica, weight in zip(members, replicas, weights, strict=True):
-            replica.snapshot[part.slice].copy_(self._stage.fast[index, part.slice])
-            replica.open(part, members=len(members), weight=weight, exchange=f"{self._name}/{self._held}")
-        return LabMeeting(members, fragment, part, snapshots)
+            replica.snapshot.copy_(self._stage.fast[index])
+            replica.open(members=len(members), weight=weight, exchange=f"{self._name}/{self._held}")
+        return LabMeeting(members, snapshots)
 
     def _commit(self, meeting: LabMeeting) -> None:
         paired = len(meeting.members) > 1
@@ -213,14 +203,12 @@ class StageGroup:
             account, replica = self._accounts[index], self.replicas[index]
             scale = self._clip(index, meeting) if paired else 1.0
             kept = replica.momentum if self._world.nesterov else None
-            before = None if kept is None else kept[meeting.part.slice].clone()
-            self._stage.fast[index, meeting.part.slice].add_(replica.commit(scale))
+            before = None if kept is None else kept.clone()
+            self._stage.fast[index].add_(replica.commit(scale))
             if before is not None:
-                self._look_ahead(index, meeting.part, before)
+                self._look_ahead(index, before)
             snapshot = meeting.snapshots[place]
-            account.progress = account.progress.after_outer_step(
-                meeting.fragment, snapshot, mean_clock - snapshot.clock
-            )
+            account.progress = account.progress.after_outer_step(snapshot, mean_clock - snapshot.clock)
             if place > 0:
                 self._visits[index].made(self._peers[meeting.members[0]], self._stage_peers)
             self._visits[index].stepped()
@@ -229,18 +217,18 @@ class StageGroup:
         if paired:
             self.tally.paired += 1
             self.tally.joined += len(meeting.members)
-            self.tally.bytes_sent += len(meeting.members) * self.bytes_of(meeting.part, len(meeting.members) - 1)
+            self.tally.bytes_sent += len(meeting.members) * self.bytes_to(len(meeting.members) - 1)
         else:
             self.tally.alone += 1
 
-    def _look_ahead(self, index: int, part: Part, before: Tensor) -> None:
+    def _look_ahead(self, index: int, before: Tensor) -> None:
         """Nesterov's momentum: of φ ← φ + α δ' + β Δ, with δ' = α δ + β Δ, heavy-ball momentum has made φ + δ'; what is
         missing is α (δ' − δ)."""
         replica = self.replicas[index]
         assert replica.momentum is not None, "there is one where α is not 0, and only there does it look ahead"
-        ahead = (replica.momentum[part.slice] - before).mul_(replica.rule.alpha)
-        replica.slow[part.slice].add_(ahead)
-        self._stage.fast[index, part.slice].add_(ahead)
+        ahead = (replica.momentum - before).mul_(replica.rule.alpha)
+        replica.slow.add_(ahead)
+        self._stage.fast[index].add_(ahead)
 
     def _exchange(self, meeting: LabMeeting) -> None:
         """Sketches, then all chunks, each to every other member."""
@@ -259,7 +247,7 @@ class StageGroup:
         if self._everyone:
             return 1.0
         replica = self.replicas[index]
-        bound = self._bounds[index][-1 if meeting.fragment is None else meeting.fragment]
+        bound = self._bounds[index]
         others = "+".join(self._peers[member] for member in meeting.members if member != index)
         judgement = bound.judge(replica, others, stage_peers=self._stage_peers)
         bound.accept(others, judgement)

@@ -27,7 +27,7 @@ from noloco_node.laboratory.stacked import StackedForward, StackedStage, token_l
 from noloco_node.laboratory.stage_group import ReplicaAccount, StageGroup
 from noloco_node.pipeline.activations import there_and_back
 from noloco_node.pipeline.routing import Candidate, choose_peer
-from noloco_node.training.progress import Progress, credit_after_step, learning_rate, share_of_batch, staggered
+from noloco_node.training.progress import Progress, credit_after_step, learning_rate, share_of_batch
 
 TRAINING_LOSS_SHARE = 0.1
 """The training loss is taken over this share of the tokens, at the end."""
@@ -94,7 +94,7 @@ class Training:
         self._rng = random.Random(f"world/{seed}")
         model = run.model.model_copy(update={"seed": seed})
         self._stages = [StackedStage(model, run.inner, index, stacked) for index in range(run.stages)]
-        start = Progress(marks=staggered(run.outer.fragments, run.outer.inner_steps))
+        start = Progress()
         self._accounts = [[ReplicaAccount(start) for _ in range(stacked)] for _ in self._stages]
         self._peers = [PeerId(f"{index:06d}") for index in range(stacked)]
         self._stage_groups = [

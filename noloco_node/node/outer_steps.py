@@ -72,10 +72,10 @@ class OuterSteps:
             if isinstance(decision, Dial):
                 window = self._side.window.inner_steps * self._pace.step_seconds
                 self._transport.peer_stats.asked(decision.partner, window)
-                if not await self._averaging.dial(decision.partner, decision.fragment):
+                if not await self._averaging.dial(decision.partner):
                     next_try = loop.time() + retry_delay(self._pace.step_seconds, self._rng)
             elif isinstance(decision, StepAlone):
-                await self._averaging.step_alone(decision.fragment)
+                await self._averaging.step_alone()
             else:
                 await self._moved.wait(next_try - now if next_try > now else None)
 

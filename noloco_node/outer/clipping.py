@@ -29,8 +29,7 @@ exchanges, an honest partner lacks the replica's own noise. That looks as if the
 
 
 class DifferenceBound:
-    """An adaptive bound on the norm of the difference to a partner. Each fragment has one of its own and sees its own
-    norms.
+    """An adaptive bound on the norm of the difference to a partner.
 
     The bound is `multiple` × the low median over distinct voices. One voice is each remembered peer's latest
     difference, as much of it as was within the bound. Another is this replica's own motion, the low median over the
@@ -152,7 +151,7 @@ class PartnerBound:
         bound, usual = self.difference.bound(motion), self.difference.usual(motion)
         scale = self.difference.scale(peer, norm, motion)
         if scale > 0.0 and not replica.codec.decoupled:  # these carry whole blocks now and then, and little else
-            replica.limit_values(_TALLEST * usual / math.sqrt(replica.part.size) / scale)
+            replica.limit_values(_TALLEST * usual / math.sqrt(replica.size) / scale)
         taken, learnt = replica.taken_back()
         return Judgement(
             norm, bound, scale * self._regress.scale(peer, scale * taken, learnt, motion, stage_peers=stage_peers)

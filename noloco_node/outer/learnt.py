@@ -37,16 +37,15 @@ class LearntWay:
         self._chosen = None if _looked_at(size) == size else _draw(size // BLOCK, seed)
         """The blocks by rising number; None for all."""
         self._way, self._seen = (torch.zeros(_looked_at(size), dtype=dtype) for _ in range(2))
-        self._start = self._end = 0
+        self._size = size
 
     def forget(self) -> None:
         """The way begins anew."""
         self._way.zero_()
 
-    def begin(self, start: int, end: int) -> None:
-        """A step on [start, end) is opened: nothing of a difference is known."""
-        self._start, self._end = start, end
-        self._seen[self._place(start, end)].zero_()
+    def begin(self) -> None:
+        """A step is opened: nothing of a difference is known."""
+        self._seen.zero_()
 
     def see(self, difference: Tensor, start: int) -> None:
         """Take note of the difference in the weights that begin at `start`, wherever it lies."""
@@ -69,20 +68,18 @@ class LearntWay:
         way.lerp_(self._of(fast, start) - self._of(slow, start), 1 / LEARNT_STEPS)
 
     def taken_back(self, fast: Tensor, slow: Tensor, most: float) -> tuple[float, float]:
-        """How far the difference, each value within ± `most`, leads back along the way over the open part, and how far
-        Δ has come along it. Both vectors are of the whole stage. Before the first step the way is that of Δ. Without
-        any, both are 0."""
+        """How far the difference, each value within ± `most`, leads back along the way, and how far Δ has come along
+        it. Before the first step the way is that of Δ. Without any, both are 0."""
         back, made, length = self._along(fast, slow, most, self._way)
         if length == 0.0:
             back, made, length = self._along(fast, slow, most, None)
         if length == 0.0:
             return 0.0, 0.0
-        part = self._place(self._start, self._end)
-        share = (part.stop - part.start) / (self._end - self._start)
+        share = len(self._way) / self._size
         return back / math.sqrt(share * length), made / math.sqrt(share * length)
 
     def _along(self, fast: Tensor, slow: Tensor, most: float, way: Tensor | None) -> tuple[float, float, float]:
-        """Products over the open part of `way` (None: Δ) with minus the difference, with Δ and with itself."""
+        """Products of `way` (None: Δ) with minus the difference, with Δ and with itself."""
         back, made, length = 0.0, 0.0, 0.0
         for start, end in self._pieces():
             place = self._place(start, end)
@@ -94,11 +91,11 @@ class LearntWay:
         return back, made, length
 
     def _pieces(self) -> list[tuple[int, int]]:
-        """The open part in pieces of which not too much is looked at."""
+        """The stage in pieces of which not too much is looked at."""
         step = _PIECE * BLOCK
         if self._chosen is not None:
-            step = max(step, (self._end - self._start) // MOST_BLOCKS * _PIECE // BLOCK * BLOCK)
-        return [(start, min(start + step, self._end)) for start in range(self._start, self._end, step)]
+            step = max(step, self._size // MOST_BLOCKS * _PIECE // BLOCK * BLOCK)
+        return [(start, min(start + step, self._size)) for start in range(0, self._size, step)]
 
     def _of(self, values: Tensor, start: int) -> Tensor:
         """Those that are looked at of the values that begin at `start`."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from noloco_node.finite import all_finite
-from noloco_node.outer.codec import BLOCK, Codec, Coding
+from noloco_node.outer.codec import Codec, Coding
 from noloco_node.outer.decoupled import add_where_whole_
 from noloco_node.outer.learnt import LEARNT_STEPS, LearntWay
 from noloco_node.outer.update import OuterRule, contribution, step_
@@ -31,38 +30,8 @@ TRAIL_STEPS = LEARNT_STEPS
 """A trail averages over so many outer steps (decision 4)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A range [start, end) of a stage's weights: one fragment, or the whole."""
-
-    start: int
-    end: int
-
-    @property
-    def slice(self) -> slice:
-        """The range as an index."""
-        return slice(self.start, self.end)
-
-    @property
-    def size(self) -> int:
-        """Weights in it."""
-        return self.end - self.start
-
-
 class NotFinite(ValueError):
     """A partner's chunk holds NaN or infinity."""
-
-
-def fragments_of(size: int, count: int) -> tuple[Part, ...]:
-    """`size` weights cut into `count` fragments of nearly equal numbers of blocks.
-
-    Raises ValueError where there are fewer blocks of 1024 weights than fragments.
-    """
-    blocks = math.ceil(size / BLOCK)
-    if not 1 <= count <= blocks:
-        raise ValueError(f"{size} weights are {blocks} blocks of {BLOCK}: they cannot be cut into {count} fragments")
-    ends = [min(size, blocks * (index + 1) // count * BLOCK) for index in range(count)]
-    return tuple(Part(start, end) for start, end in zip([0, *ends], ends, strict=False))
 
 
 def device_bytes(chunk: int, size: int) -> int:
@@ -74,7 +43,7 @@ class OuterReplica:
     """Slow weights φ, momentum δ, and at most one open outer step, all flat vectors of one length on the host. A device
     with room for a chunk does the arithmetic (`Workplace`).
 
-    An open step covers one part of the weights and works on a frozen snapshot θ of it. With its own s_i exact and Q the
+    An open step works on a frozen snapshot θ of the weights. With its own s_i exact and Q the
     codec, the receiver forms mean(s) = s_i + Σ_j (Q(s_j) − Q(s_i))/n. The mean over replicas is therefore kept to
     rounding whatever Q does.
 
@@ -100,7 +69,6 @@ class OuterReplica:
         *,
         codec: Codec,
         chunk_bytes: int,
-        fragments: int = 1,
         seed: int = 0,
         accelerator: Accelerator | None = None,
     ) -> None:
@@ -111,13 +79,10 @@ class OuterReplica:
         """None where nothing of the last step is in the next."""
         self.snapshot = torch.empty_like(slow)
         self.codec = codec
-        self.whole = Part(0, slow.numel())
-        self.fragments = fragments_of(slow.numel(), fragments)
         self.trail = slow.clone() if codec.trails else None
         self._learnt = LearntWay(slow.numel(), slow.dtype, seed)
         self._chunk = codec.values_within(chunk_bytes)
         self._place = Workplace(accelerator if codec.on_a_device else None)
-        self._part = self.whole
         self._exchange = ""
         self._coding: Coding | None = None
         self._sketch: Tensor | None = None
@@ -139,14 +104,9 @@ class OuterReplica:
         return self.slow.numel()
 
     @property
-    def part(self) -> Part:
-        """What the open step covers."""
-        return self._part
-
-    @property
     def chunks(self) -> int:
-        """Chunks that the exchange of the open part consists of."""
-        return math.ceil(self._part.size / self._chunk)
+        """Chunks that an exchange consists of."""
+        return math.ceil(self.size / self._chunk)
 
     def load(self, slow: Tensor, momentum: Tensor | None = None, trail: Tensor | None = None) -> None:
         """Go on from this φ and δ; without a trail it begins anew, as does the way that was learnt."""
@@ -158,22 +118,22 @@ class OuterReplica:
             self.trail.copy_(slow if trail is None else trail)
 
     def chunk_size(self, index: int) -> int:
-        """Weights in chunk `index` of the open part; IndexError outside."""
+        """Weights in chunk `index`; IndexError outside."""
         if not 0 <= index < self.chunks:
             raise IndexError(index)
-        return min(self._chunk, self._part.size - index * self._chunk)
+        return min(self._chunk, self.size - index * self._chunk)
 
-    def open(self, part: Part, *, members: int, weight: float, exchange: str = "") -> None:
-        """Begin an outer step of a group of `members` on the present snapshot of `part`.
+    def open(self, *, members: int, weight: float, exchange: str = "") -> None:
+        """Begin an outer step of a group of `members` on the present snapshot.
 
         `weight` is this replica's n·w; `exchange` is the step's name, the same for all members: dither and sketch come
         from it.
         """
-        self._part, self._members, self._weight, self._exchange = part, members, weight, exchange
+        self._members, self._weight, self._exchange = members, weight, exchange
         self._opened = True
-        self._place.begin(device_bytes(self._chunk, part.size))
+        self._place.begin(device_bytes(self._chunk, self.size))
         self._forget()
-        self._learnt.begin(part.start, part.end)
+        self._learnt.begin()
         self._squares.clear()
         self._tallest, self._most = 0.0, math.inf
 
@@ -199,7 +159,7 @@ class OuterReplica:
             raise ValueError(f"sketches of {[len(sketch) for sketch in sketches]} values do not fit together")
         if not all(map(all_finite, sketches)):
             raise NotFinite("a sketch holds NaN or infinity")
-        self._coding = self.codec.coding(self._exchange, self._part.start, self._part.end, sketches)
+        self._coding = self.codec.coding(self._exchange, 0, self.size, sketches)
 
     def encoded_chunk(self, index: int) -> Tensor:
         """Q(s_i) of a chunk, as it travels. Codes are kept until the step is over, so that what the difference is taken
@@ -282,25 +242,24 @@ class OuterReplica:
         return total
 
     def difference_norm(self) -> float:
-        """The norm of Σ_j (Q(s_j) − Q(s_i))/n over the open part, as it came: how far the partners pull this replica's
-        mean. Chunks count once all partners' are there."""
+        """The norm of Σ_j (Q(s_j) − Q(s_i))/n, as it came: how far the partners pull this replica's mean. Chunks count
+        once all partners' are there."""
         return math.sqrt(math.fsum(self._squares.values())) / self._members
 
     def own_motion(self) -> float:
-        """The norm of βΔ over the open part: what this replica itself brings to the step.
+        """The norm of βΔ: what this replica itself brings to the step.
 
         The momentum is left out, because earlier partners had a part in it (see `DifferenceBound`).
         """
-        pieces = _pieces(self._part.slice)
-        squares = (_square(self.snapshot[piece] - self.slow[piece]) for piece in pieces)
+        squares = (_square(self.snapshot[piece] - self.slow[piece]) for piece in _pieces(slice(0, self.size)))
         return self.rule.beta * math.sqrt(math.fsum(squares))
 
     def taken_back(self) -> tuple[float, float]:
         """How far the difference leads back along the way of this replica's own learning, and how far along it βΔ has
         come.
 
-        The way is that of the last outer steps, over the open part; the first figure is negative if the difference
-        leads onwards. Before the first outer step the way is that of Δ. Without any, both are 0.
+        The way is that of the last outer steps; the first figure is negative if the difference leads onwards. Before
+        the first outer step the way is that of Δ. Without any, both are 0.
         """
         back, made = self._learnt.taken_back(self.snapshot, self.slow, self._limit)
         return back / self._members, self.rule.beta * made
@@ -316,17 +275,17 @@ class OuterReplica:
         return min(self._members * self._most, torch.finfo(self.slow.dtype).max)
 
     def commit(self, scale: float = 1.0) -> Tensor:
-        """Take the step, the difference to the partners scaled: φ and δ of the open part are replaced.
+        """Take the step, the difference to the partners scaled: φ and δ are replaced.
 
-        Returns φ_new − θ_snapshot of the open part, to be added to its fast weights, in the snapshot's place: no chunk
-        can be made any more.
+        Returns φ_new − θ_snapshot, to be added to the fast weights, in the snapshot's place: no chunk can be made any
+        more.
         """
         assert self._opened, "a step is opened before it is taken"
         self._opened = False
         for index in range(self.chunks):
             self._step_chunk(index, scale)
         self._forget()
-        return self.snapshot[self._part.slice]
+        return self.snapshot
 
     def _step_chunk(self, index: int, scale: float) -> None:
         part = self._slice(index)
@@ -372,7 +331,7 @@ class OuterReplica:
         self._came.clear()
 
     def _slice(self, index: int) -> slice:
-        start = self._part.start + index * self._chunk
+        start = index * self._chunk
         return slice(start, start + self.chunk_size(index))
 
     def _contribution(self, part: slice, device: torch.device) -> Tensor:

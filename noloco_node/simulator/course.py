@@ -12,7 +12,6 @@ from statistics import fmean
 
 from noloco_node.averaging.side import THREAD
 from noloco_node.config.load import Config
-from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.sim_spec import SimSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.simulator.figures import SimulationFigures, Watcher
@@ -30,10 +29,10 @@ PIECES = 6
 seven, a dialled side five. Each goes over the weights about once."""
 
 
-def exchange_arithmetic(spec: RunSpec, footprint: Footprint, seconds: float) -> ThreadSeconds:
+def exchange_arithmetic(footprint: Footprint, seconds: float) -> ThreadSeconds:
     """The seconds of a piece of work on each thread of a node. An exchange takes so many `seconds` of either side's
     processor for a million weights."""
-    millions = fmean(footprint.parameters) / spec.outer.fragments / 1e6
+    millions = fmean(footprint.parameters) / 1e6
     return lambda thread: seconds * millions / PIECES if thread == THREAD else 0.0
 
 
@@ -95,7 +94,7 @@ def simulate(config: Config, progress: _Progress) -> Simulated:
     figures, trace, seconds = in_virtual_time(
         lambda: _run(config, footprint, progress),
         seed=config.sim.seed,
-        elsewhere_seconds=exchange_arithmetic(config.run, footprint, config.sim.exchange_seconds),
+        elsewhere_seconds=exchange_arithmetic(footprint, config.sim.exchange_seconds),
     )
     return Simulated(figures, trace, seconds / 3600.0, (time.process_time() - began) / 3600.0)
 
@@ -103,14 +102,14 @@ def simulate(config: Config, progress: _Progress) -> Simulated:
 def quadratic_of(config: Config, footprint: Footprint) -> Quadratic:
     """What stands for the run's model, with moments for as many of its weights as the optimizer has."""
     squares = sum(footprint.moments) / sum(footprint.parameters) - 1.0
-    return Quadratic(config.sim.seed, fragments=config.run.outer.fragments, squares_share=squares)
+    return Quadratic(config.sim.seed, squares_share=squares)
 
 
 async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tuple[SimulationFigures, str, float]:
     sim, loop = config.sim, asyncio.get_running_loop()
     way = SharedWay([[trip / 1000.0 for trip in row] for row in sim.round_trips_ms])
     outer = config.run.outer
-    links = Links(way, weigh_as(footprint, outer.codec, outer.fragments))
+    links = Links(way, weigh_as(footprint, outer.codec))
     learning = quadratic_of(config, footprint)
     settings = config.node.model_copy(update={"seed": sim.seed})
 

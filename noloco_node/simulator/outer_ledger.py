@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule
 from noloco_node.simulator.quadratic import Quadratic
 from noloco_node.training.compute_thread import Compute
@@ -31,7 +31,7 @@ rotated, and the sketch may say too little of them."""
 
 @dataclass(slots=True)
 class OuterEntry:
-    """One side of one outer step; tensors in fp64, of its part."""
+    """One side of one outer step; tensors in fp64."""
 
     exchange: str
     """Empty for a step alone."""
@@ -64,18 +64,17 @@ class WatchedOuter(OuterReplica):
     """An `OuterReplica` that writes down each step that it opens."""
 
     def __init__(self, ledger: list[OuterEntry], outer: OuterReplica, chunk_bytes: int) -> None:
-        parts = len(outer.fragments)
-        super().__init__(outer.rule, outer.slow, codec=outer.codec, chunk_bytes=chunk_bytes, fragments=parts)
+        super().__init__(outer.rule, outer.slow, codec=outer.codec, chunk_bytes=chunk_bytes)
         self._ledger = ledger
         self._entry: OuterEntry | None = None
         self._loaded: OuterEntry | None = None
         """Open when other weights were loaded, or before."""
 
-    def open(self, part: Part, *, members: int, weight: float, exchange: str = "") -> None:
+    def open(self, *, members: int, weight: float, exchange: str = "") -> None:
         """See `OuterReplica.open`."""
-        super().open(part, members=members, weight=weight, exchange=exchange)
-        fast, slow = (held[part.slice].double() for held in (self.snapshot, self.slow))
-        momentum = torch.zeros_like(slow) if self.momentum is None else self.momentum[part.slice].double()
+        super().open(members=members, weight=weight, exchange=exchange)
+        fast, slow = (held.double() for held in (self.snapshot, self.slow))
+        momentum = torch.zeros_like(slow) if self.momentum is None else self.momentum.double()
         self._entry = OuterEntry(exchange, self.rule, weight, fast, slow, momentum)
         self._ledger.append(self._entry)
 
@@ -97,9 +96,8 @@ class WatchedOuter(OuterReplica):
             self._entry.scale = min(self._entry.scale, scale)
         correction = super().commit(scale)
         if self._entry is not None:
-            part = self.part.slice
-            slow = self.slow[part].double()
-            moved = slow - self._entry.slow if self.momentum is None else self.momentum[part].double()
+            slow = self.slow.double()
+            moved = slow - self._entry.slow if self.momentum is None else self.momentum.double()
             self._entry.after = (slow, moved)
             self._entry.replaced = self._entry is self._loaded
         return correction

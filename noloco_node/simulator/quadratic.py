@@ -1,9 +1,8 @@
 """What the nodes of a simulation learn: noisy quadratics of 64 dimensions that cost next to nothing, on numbered
 windows of made-up text.
 
-The outer step is the node's own. If the run cuts its stages into fragments, the 64 repeat until each fragment has a
-block. Nothing here is summed by a library. Products and differences of single numbers are the same everywhere, and sums
-are `math.fsum`, which is exact whatever the order.
+The outer step is the node's own. Nothing here is summed by a library. Products and differences of single numbers are
+the same everywhere, and sums are `math.fsum`, which is exact whatever the order.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from noloco_node.model.cut import StageCut
 from noloco_node.model.router import Router
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.modulo_codes import BLOCK
 from noloco_node.pipeline.activations import DTYPES, wire_length
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.training.compute_thread import Compute, Priority
@@ -86,14 +84,12 @@ class Landscape:
 
     @classmethod
     @lru_cache(maxsize=16)
-    def of(cls, seed: int, stage: int, noise: float, weights: int = DIMENSIONS) -> Landscape:
-        """The landscape of all replicas of a stage of so many `weights`, a multiple of `DIMENSIONS`. The swarms of a
-        hunt share it: nobody changes it."""
+    def of(cls, seed: int, stage: int, noise: float) -> Landscape:
+        """The landscape of all replicas of a stage. The swarms of a hunt share it: nobody changes it."""
         rng = random.Random(f"landscape/{seed}/{stage}")
 
         def row(size: float) -> Tensor:
-            drawn = torch.tensor([rng.gauss(0.0, size) for _ in range(DIMENSIONS)])
-            return drawn.repeat(weights // DIMENSIONS)
+            return torch.tensor([rng.gauss(0.0, size) for _ in range(DIMENSIONS)])
 
         return cls(row(1.0), row(1.0), tuple(row(noise) for _ in range(NOISES)))
 
@@ -224,18 +220,16 @@ WEIGHTS = ("state", "backup", "copy", "slow")
 
 class Quadratic:
     """What stands on nodes' devices, and what stage 0 reads. `noise` is the standard deviation of a microbatch's
-    gradient in each dimension, `fragments` how many a stage is cut into (`outer.fragments`), `squares_share` as
-    `QuadraticTrainer` takes it."""
+    gradient in each dimension, `squares_share` as `QuadraticTrainer` takes it."""
 
-    def __init__(self, seed: int = 0, noise: float = 1.0, fragments: int = 1, squares_share: float = 1.0) -> None:
+    def __init__(self, seed: int = 0, noise: float = 1.0, squares_share: float = 1.0) -> None:
         self._seed = seed
         self._noise = noise
-        self._weights = weights_in(fragments)
         self._squares_share = squares_share
 
     async def place(self, spec: RunSpec, stage: int, thread: Compute) -> PlacedStage:
         """A stage with its first weights."""
-        land = Landscape.of(self._seed, stage, self._noise, self._weights)
+        land = Landscape.of(self._seed, stage, self._noise)
         facts = QuadraticFacts(StageCut(stage, spec.stages, stage, stage + 1))
 
         def work() -> PlacedStage:
@@ -247,7 +241,7 @@ class Quadratic:
 
     def weights(self, footprint: Footprint) -> tuple[int, ...]:
         """How many stand on the device at each stage, where the run's own model has that `footprint`."""
-        return (self._weights,) * len(footprint.parameters)
+        return (DIMENSIONS,) * len(footprint.parameters)
 
     def samples(self, spec: RunSpec, number: int, drawn: int) -> Samples:
         """The text of the node with this number, of which it drew so many microbatches before: windows that count up
@@ -265,21 +259,16 @@ class Quadratic:
         return Samples(draw=draw, held_out=held_out)
 
 
-def weights_in(fragments: int) -> int:
-    """How many stand for a stage that is cut into so many fragments, each of whole blocks."""
-    return DIMENSIONS if fragments == 1 else BLOCK * fragments
-
-
-def weigh_as(footprint: Footprint, codec: CodecName, fragments: int = 1) -> Callable[[Parcel], float]:
+def weigh_as(footprint: Footprint, codec: CodecName) -> Callable[[Parcel], float]:
     """What a parcel stands for, with this model in place of the quadratic.
 
     Each activation is that of a token of this model, each weight of a stage its share of the model's. What crosses in
-    an exchange is what the codec makes of a fragment of such a stage. Codes of either kind come in blocks with scales
-    of their own, which the few numbers here do not fill.
+    an exchange is what the codec makes of such a stage. Codes of either kind come in blocks with scales of their own,
+    which the few numbers here do not fill.
     """
-    weights, held = fmean(footprint.parameters), weights_in(fragments)
+    weights = fmean(footprint.parameters)
     wire = CODECS[codec].wire_bytes
-    exchanged = wire(round(weights / fragments)) / wire(held // fragments)
+    exchanged = wire(round(weights)) / wire(DIMENSIONS)
     tokens = {
         (DTYPE_NAMES[DTYPES[name]], wire_length(HIDDEN, name)): (
             token_bytes(footprint.cut_width, name) / token_bytes(HIDDEN, name)
@@ -292,7 +281,7 @@ def weigh_as(footprint: Footprint, codec: CodecName, fragments: int = 1) -> Call
             return tokens[spec.dtype, spec.shape[-1]]
         if parcel.method.startswith(EXCHANGES):
             return exchanged
-        return weights / held if parcel.method.startswith(WEIGHTS) else 1.0
+        return weights / DIMENSIONS if parcel.method.startswith(WEIGHTS) else 1.0
 
     def weigh(parcel: Parcel) -> float:
         return parcel.header_octets + sum(spec.nbytes * times(parcel, spec) for spec in parcel.specs)

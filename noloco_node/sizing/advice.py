@@ -235,8 +235,6 @@ def _changes(config: Config, now_under_way: int, limit: Limit) -> Iterator[_Chan
     if coded > CODECS["int4"].wire_bytes(1 << 20):
         yield {"run.outer.codec": "int4"}
     yield {"run.outer.inner_steps": 2 * run.outer.inner_steps}
-    if run.outer.fragments == 1 and run.outer.inner_steps > 1:
-        yield {"run.outer.fragments": min(4, run.outer.inner_steps)}
 
 
 def fitting_rank(model: ModelSpec) -> int | None:

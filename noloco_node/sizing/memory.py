@@ -207,7 +207,7 @@ def _stage_memory(
         held=max(0, held - 1) * left,
         at_work=max(worked_on, at_the_end + precision.published.itemsize * count),
         ahead=(MOST_AHEAD + 1) * _inputs(run, footprint, stage),
-        correction=FP32 * math.ceil(count / run.outer.fragments),
+        correction=FP32 * count,
         coding=device_bytes(codec.values_within(run.limits.chunk_bytes), count) if codec.on_a_device else 0,
         wider=(FP32 - HALF_BYTES) * footprint.workspace[stage],
         rounding=(1 << (FP32 * count - 1).bit_length()) - FP32 * count,

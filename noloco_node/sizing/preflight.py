@@ -20,12 +20,9 @@ class Plan:
     inner_steps: int
     """Inner steps that each replica takes."""
     outer_rounds: int
-    """Outer steps that each replica takes, the last one included; an exchange of a fragment is one."""
+    """Outer steps that each replica takes, the last one included."""
     outer_bytes: tuple[int, ...]
-    """The bytes that a replica of each stage sends for all of its weights; it receives as many. They go in one outer
-    step, or in one of each fragment."""
-    peak_bytes: tuple[int, ...]
-    """Bytes that a replica of each stage sends in one exchange, but for the last of the run."""
+    """The bytes that a replica of each stage sends in an outer step; it receives as many."""
     microbatch_bytes: tuple[float, ...]
     """Bytes that a replica of each stage sends for a microbatch: on to the next stage and back to the one before."""
     cut_width: int
@@ -58,14 +55,13 @@ def plan_run(run: RunSpec) -> Plan:
     """Check the run across rooms (model against stages) and count what it comes to.
 
     It loads transformers, but allocates no weights. Raises UserError (CONFIG) as `model.cut.cut_model` does. It does so
-    too if a microbatch is too large to travel, a window is longer than the model's positions, or a stage is too small
-    for its fragments. It raises DATA if the weights to start from are not there, or not the model's.
+    too if a microbatch is too large to travel, or a window is longer than the model's positions. It raises DATA if the
+    weights to start from are not there, or not the model's.
     """
     from noloco_node.model.cut import build_config, check_cut, check_parts_documents, cut_width
     from noloco_node.model.pretrained import pretrained_lines
     from noloco_node.sizing.footprint import footprint_of
     from noloco_node.sizing.traffic import traffic_of
-    from noloco_node.training.placing import check_fragments
 
     config = build_config(run.model)
     check_cut(run.model)
@@ -76,16 +72,13 @@ def plan_run(run: RunSpec) -> Plan:
     footprint = footprint_of(run)
     parameters = footprint.parameters
     inner_steps = -(-run.inner.target_tokens // run.inner.global_batch_tokens)
-    for count in parameters:
-        check_fragments(run, count)
     traffic = traffic_of(run, footprint)
     return Plan(
         stage_parameters=parameters,
         layers=footprint.layers,
         inner_steps=inner_steps,
-        outer_rounds=inner_steps * run.outer.fragments // run.outer.inner_steps + 1,
+        outer_rounds=inner_steps // run.outer.inner_steps + 1,
         outer_bytes=tuple(each.outer_step for each in traffic),
-        peak_bytes=tuple(max(each.fragments) for each in traffic),
         microbatch_bytes=tuple(each.microbatch for each in traffic),
         cut_width=footprint.cut_width,
         hidden=int(config.hidden_size),
@@ -138,10 +131,7 @@ def _check_positions(run: RunSpec, positions: int | None) -> None:
 def plan_lines(run: RunSpec, numbers: Plan) -> list[str]:
     """The run and its numbers for a person, one thing a line."""
     each = " + ".join(f"{count:,}" for count in numbers.stage_parameters)
-    parts = f" for each of {run.outer.fragments} fragments" if run.outer.fragments > 1 else ""
-    steps = f"one in {run.outer.inner_steps} inner steps{parts}"
     sizes = " / ".join(f"{count / 1e6:,.2f}" for count in numbers.outer_bytes)
-    peak = f", at most {max(numbers.peak_bytes) / 1e6:,.2f} MB at a time" if run.outer.fragments > 1 else ""
     sent = " / ".join(f"{count / 1e6:,.2f}" for count in numbers.microbatch_bytes)
     wire = (
         [] if run.stages == 1 else [f"  microbatch        {sent} MB sent per replica ({run.pipeline.activations[-1]})"]
@@ -154,8 +144,8 @@ def plan_lines(run: RunSpec, numbers: Plan) -> list[str]:
         *wire,
         *_subspace_line(run, numbers),
         f"  inner steps       {numbers.inner_steps:,} per replica",
-        f"  outer steps       about {numbers.outer_rounds:,} per replica, {steps}",
-        f"  outer step        {sizes} MB sent per replica ({run.outer.codec}){peak}, as many received",
+        f"  outer steps       about {numbers.outer_rounds:,} per replica, one in {run.outer.inner_steps} inner steps",
+        f"  outer step        {sizes} MB sent per replica ({run.outer.codec}), as many received",
         *(f"  {'' if index else 'first weights':<17} {line}" for index, line in enumerate(numbers.weights)),
     ]
 

@@ -10,7 +10,6 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec, token_bytes
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.replica import fragments_of
 from noloco_node.sizing.footprint import Footprint
 from noloco_node.sizing.memory import ID_BYTES
 
@@ -24,18 +23,13 @@ class Traffic:
     """The bytes of a microbatch to the next stage: activations and labels; 0 at the last one."""
     backward: float
     """The bytes of a microbatch to the stage before: the gradient; 0 at the first one."""
-    fragments: tuple[int, ...]
-    """The bytes of an outer step, for each fragment of the weights."""
+    outer_step: int
+    """The bytes of an outer step."""
 
     @property
     def microbatch(self) -> float:
         """Both ways."""
         return self.forward + self.backward
-
-    @property
-    def outer_step(self) -> int:
-        """The bytes of an outer step of all the weights."""
-        return sum(self.fragments)
 
 
 def traffic_of(run: RunSpec, footprint: Footprint) -> tuple[Traffic, ...]:
@@ -46,7 +40,7 @@ def traffic_of(run: RunSpec, footprint: Footprint) -> tuple[Traffic, ...]:
         Traffic(
             forward=activations + labels if stage < run.stages - 1 else 0.0,
             backward=activations if stage > 0 else 0.0,
-            fragments=exchange_bytes(run, count),
+            outer_step=CODECS[run.outer.codec].wire_bytes(count),
         )
         for stage, count in enumerate(footprint.parameters)
     )
@@ -85,12 +79,6 @@ def rest_of_run(run: RunSpec, footprint: Footprint, tokens_left: float, replicas
             )
         )
     return tuple(found)
-
-
-def exchange_bytes(run: RunSpec, parameters: int) -> tuple[int, ...]:
-    """On the wire for each fragment of a stage of so many weights."""
-    codec = CODECS[run.outer.codec]
-    return tuple(codec.wire_bytes(part.size) for part in fragments_of(parameters, run.outer.fragments))
 
 
 BITS = 8e-6
@@ -142,7 +130,7 @@ def line_needs(run: RunSpec, footprint: Footprint) -> tuple[LineNeed, ...]:
             received=(traffic[stage - 1].forward if stage > 0 else 0.0)
             + (traffic[stage + 1].backward if stage < run.stages - 1 else 0.0),
             seconds=run.pipeline.budget_seconds / hops,
-            chunk=min(limits.chunk_bytes, max(own.fragments)),
+            chunk=min(limits.chunk_bytes, own.outer_step),
             chunk_seconds=CHUNK_SHARE * limits.exchange_progress_seconds,
         )
         for stage, own in enumerate(traffic)

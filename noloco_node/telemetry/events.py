@@ -146,8 +146,6 @@ class OuterStep(Event):
     """Inner steps taken by this replica at the snapshot."""
     clock: TrainedTokens
     learning_rate: float
-    fragment: int | None = None
-    """Index of the fragment it covered; None for the whole stage."""
     partner: str | None
     role: Literal["dialler", "dialled", "none"]
     reason: str

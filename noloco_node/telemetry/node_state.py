@@ -135,7 +135,6 @@ class Exchange(_Said):
     time: float = 0.0
     kind: str = ""
     outer_steps_taken: int = 0
-    fragment: int | None = None
     partner: str | None = None
     """None where it had no partner."""
     role: str = ""

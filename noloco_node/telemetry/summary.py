@@ -268,13 +268,12 @@ def divergence_curve(histories: Iterable[NodeHistory]) -> list[DivergencePoint]:
 
 
 def _after_training(steps: Iterable[OuterStep]) -> Iterator[OuterStep]:
-    """The outer steps of a node that averaged new training. An inner step came since the last outer step of all weights
-    and since the last one of the same fragment."""
-    last: dict[int | None, int] = {}
+    """The outer steps of a node that averaged new training: an inner step came since the last outer step."""
+    last = None
     for step in steps:
-        if step.step not in (last.get(None), last.get(step.fragment)):
+        if step.step != last:
             yield step
-        last[step.fragment] = step.step
+        last = step.step
 
 
 def throughput_curve(heads: Sequence[NodeHistory], points: int = 120) -> list[RatePoint]:

@@ -29,25 +29,15 @@ class LastTrained(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where a replica stood at the snapshot of a fragment's last committed outer step."""
+    """Where a replica stood at the snapshot of its last committed outer step."""
 
-    steps: Annotated[int, Field(ge=-MOST_COUNTED, le=MOST_COUNTED)] = 0
-    """Inner steps; below zero for a fragment that begins as if it had been exchanged before the start."""
+    steps: _Count = 0
     tokens: _Count = 0
-
-
-def staggered(fragments: int, inner_steps: int, *, steps: int = 0, tokens: int = 0) -> tuple[Mark, ...]:
-    """Marks of a replica that stands at `steps` and `tokens` and counts anew. Fragment f begins as if it had been
-    exchanged f·H/F inner steps ago, so that one of them is due every H/F steps."""
-    return tuple(Mark(steps - f * inner_steps // fragments, tokens) for f in range(fragments))
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a replica stands. Replaced as a whole, so any thread may read it.
-
-    A fragment is named by its index; None is the whole stage.
-    """
+    """Where a replica stands. Replaced as a whole, so any thread may read it."""
 
     steps: _Count = 0
     """Inner steps taken."""
@@ -56,9 +46,9 @@ class Progress:
     clock: Annotated[float, Field(ge=0.0, le=MOST_COUNTED)] = 0.0
     """Swarm tokens: own tokens × live replicas, averaged with partners at outer steps."""
     outer_rounds: _Count = 0
-    """Outer steps committed, of whatever fragment."""
-    marks: tuple[Mark, ...] = (Mark(),)
-    """One for each fragment."""
+    """Outer steps committed."""
+    marks: tuple[Mark] = (Mark(),)
+    """A checkpoint has it as a row of one, as earlier releases wrote it."""
     taken_over: Annotated[int, Field(exclude=True)] = 0
     """Outer rounds that came with stage peers' states in this life, less own ones that were given up for them. No
     checkpoint has it."""
@@ -69,19 +59,14 @@ class Progress:
         return self.outer_rounds - self.taken_over
 
     @property
-    def steps_since_outer(self) -> tuple[int, ...]:
-        """Inner steps of each fragment since its last committed snapshot."""
-        return tuple(self.steps - mark.steps for mark in self.marks)
+    def steps_since_outer(self) -> int:
+        """Inner steps since the last committed snapshot."""
+        return self.steps - self.marks[0].steps
 
-    def steps_since(self, fragment: int | None) -> int:
-        """Inner steps since the last committed snapshot; of the whole: of the fragment exchanged last."""
-        counts = self.steps_since_outer
-        return min(counts) if fragment is None else counts[fragment]
-
-    def tokens_since(self, fragment: int | None) -> int:
-        """Tokens behind Δ; of the whole: their mean over the fragments."""
-        marks = self.marks if fragment is None else (self.marks[fragment],)
-        return self.tokens - sum(mark.tokens for mark in marks) // len(marks)
+    @property
+    def tokens_since_outer(self) -> int:
+        """Tokens behind Δ."""
+        return self.tokens - self.marks[0].tokens
 
     def after_inner_step(self, tokens: int, live_replicas: int, pace: float = 1.0) -> Progress:
         """One more inner step, on `tokens` of its own, while that many replicas of its stage train; `pace` ties the
@@ -90,20 +75,14 @@ class Progress:
         counts = (self.steps + 1, self.tokens + tokens, clock, self.outer_rounds)
         return Progress(*counts, self.marks, self.taken_over)
 
-    def after_outer_step(self, fragment: int | None, snapshot: Progress, clock_shift: float) -> Progress:
-        """An outer step of a fragment has been committed, `snapshot` being where its weights were copied."""
+    def after_outer_step(self, snapshot: Progress, clock_shift: float) -> Progress:
+        """An outer step has been committed, `snapshot` being where its weights were copied."""
         mark = Mark(snapshot.steps, snapshot.tokens)
-        return replace(
-            self,
-            clock=self.clock + clock_shift,
-            outer_rounds=self.outer_rounds + 1,
-            marks=tuple(mark if fragment in (None, f) else old for f, old in enumerate(self.marks)),
-        )
+        return replace(self, clock=self.clock + clock_shift, outer_rounds=self.outer_rounds + 1, marks=(mark,))
 
-    def as_copy_of(self, clock: float, outer_rounds: int, inner_steps: int) -> Progress:
-        """A stage peer's state has been taken over: its clock and round. Own counts go on, those of the fragments
-        staggered over `inner_steps` (H) as at the start."""
-        marks = staggered(len(self.marks), inner_steps, steps=self.steps, tokens=self.tokens)
+    def as_copy_of(self, clock: float, outer_rounds: int) -> Progress:
+        """A stage peer's state has been taken over: its clock and round. Own counts go on."""
+        marks = (Mark(self.steps, self.tokens),)
         rounds = min(outer_rounds, MOST_TAKEN_OVER)
         return replace(self, clock=clock, outer_rounds=rounds, marks=marks, taken_over=rounds - self.own_rounds)
 

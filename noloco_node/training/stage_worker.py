@@ -18,7 +18,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.router import Router
-from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.outer.replica import OuterReplica
 from noloco_node.training.compute_device import memory_of_device
 from noloco_node.training.compute_thread import OWN, Compute, DeviceLoad, DeviceWaits, Priority, QueueTurn
 from noloco_node.training.frozen_state import (
@@ -37,7 +37,6 @@ from noloco_node.training.progress import (
     credit_after_step,
     learning_rate,
     share_of_batch,
-    staggered,
     tied_pace,
 )
 from noloco_node.training.trainer import ForwardContext, LossResult, StepResult, Trainer
@@ -59,7 +58,6 @@ class InnerReport:
 class Snapshot:
     """What an outer step works on. The weights themselves are in `OuterReplica.snapshot`."""
 
-    fragment: int | None
     progress: Progress
     learning_rate: float
     held_seconds: float
@@ -128,7 +126,7 @@ class StageWorker:
         self.last_trained = LastTrained(0, 0.0)
         """As of the last gradient that was added, with the inner step where one was due. One value, since others read
         it while the device's thread works."""
-        self.progress = Progress(marks=staggered(spec.outer.fragments, spec.outer.inner_steps))
+        self.progress = Progress()
         self._frozen: tuple[FrozenState, ...] = ()
         """States that are being read."""
         self._stepping = asyncio.Lock()
@@ -136,20 +134,15 @@ class StageWorker:
 
     @property
     def contract(self) -> str:
-        """Hash of what two replicas must share to average: order, names, shapes, codec, momentum, fragments, chunks."""
+        """Hash of what two replicas must share to average: order, names, shapes, codec, momentum, chunks."""
         outer = self._spec.outer
-        cut = (f"{outer.fragments} fragments", f"{self._spec.limits.chunk_bytes} bytes")
-        return self._trainer.layout.contract(outer.codec, outer.momentum, *cut)
+        return self._trainer.layout.contract(outer.codec, outer.momentum, f"{self._spec.limits.chunk_bytes} bytes")
 
     def let_go(self) -> None:
         """The replica has left: its vectors are freed now, and not when a collector of cycles comes by. Nothing may be
         asked of the worker any more but where it stood."""
         self._frozen = ()
         del self._trainer, self.outer
-
-    def part(self, fragment: int | None) -> Part:
-        """A fragment's place in the stage's vector; None is the whole."""
-        return self.outer.whole if fragment is None else self.outer.fragments[fragment]
 
     @property
     def router(self) -> Router | None:
@@ -298,16 +291,15 @@ class StageWorker:
         """Let go of a microbatch that will have no backward."""
         await self._thread.run(Priority.STEP, lambda: self._trainer.discard(passage))
 
-    async def snapshot(self, fragment: int | None = None) -> Snapshot:
-        """Copy the fragment's fast weights (None: all) for an outer step, as they are between two device operations. A
-        device with memory of its own works on meanwhile."""
-        part = self.part(fragment).slice
+    async def snapshot(self) -> Snapshot:
+        """Copy the fast weights for an outer step, as they are between two device operations. A device with memory of
+        its own works on meanwhile."""
 
         def work() -> tuple[Snapshot, Callable[[], None] | None]:
             started = ambient.monotonic()
-            under_way = self._trainer.begin_copy(self.outer.snapshot[part], part)
+            under_way = self._trainer.begin_copy(self.outer.snapshot)
             held = ambient.monotonic() - started
-            return Snapshot(fragment, self.progress, self.current_learning_rate(), held), under_way
+            return Snapshot(self.progress, self.current_learning_rate(), held), under_way
 
         snapshot, under_way = await self._thread.run(Priority.STEP, work)
         if under_way is not None:
@@ -337,8 +329,8 @@ class StageWorker:
     def _apply(self, snapshot: Snapshot, correction: Tensor, clock_shift: float) -> tuple[Progress, DeviceWatch]:
         watch = self._trainer.copies.watch()
         self._free("fast")
-        self._trainer.add_to_weights(correction, self.part(snapshot.fragment).slice)
-        self.progress = self.progress.after_outer_step(snapshot.fragment, snapshot.progress, clock_shift)
+        self._trainer.add_to_weights(correction)
+        self.progress = self.progress.after_outer_step(snapshot.progress, clock_shift)
         self.shifted_at = ambient.monotonic()
         watch.stop()
         return self.progress, watch
@@ -412,15 +404,15 @@ class StageWorker:
         await self.load_full_state(clock, outer_rounds, await ambient.elsewhere(state))
 
     async def load_full_state(self, clock: float, outer_rounds: int, state: Mapping[str, Tensor]) -> None:
-        """Become a copy of a stage peer: its state as `joiner_state()` gives it, its clock and round. Own counts start
-        anew from where they are, those of the fragments staggered; what gathered for the next inner step is dropped."""
+        """Become a copy of a stage peer: its state as `joiner_state()` gives it, its clock and round. Own counts go
+        on from where they are; what gathered for the next inner step is dropped."""
 
         def work() -> None:
             self._free()
             self._trainer.load(state["fast"], state)
             self._trainer.clear_gradient()
             self.outer.load(state["slow"], state.get(MOMENTUM), state.get(TRAIL))
-            self.progress = self.progress.as_copy_of(clock, outer_rounds, self._spec.outer.inner_steps)
+            self.progress = self.progress.as_copy_of(clock, outer_rounds)
             self.origins_lead, self.copied_at = None, ambient.monotonic()
             self.shifted_at = self.copied_at
 
@@ -436,8 +428,6 @@ class StageWorker:
         own |= dict.fromkeys({GRADIENT, MOMENTUM} & set(there), own["fast"])
         if there != own or (state.tokens_accumulated and GRADIENT not in there):
             raise ValueError("its tensors are not those of this stage")
-        if len(state.progress.marks) != len(self.progress.marks):
-            raise ValueError("it was taken with another number of fragments")
         if abs(state.credit) > (batch := self._spec.inner.global_batch_tokens):
             raise ValueError(f"its credit is {state.credit:,.0f} tokens, and a batch has {batch:,}")
 

@@ -335,20 +335,19 @@ class Trainer(ABC):
         if version is not None:
             self.versions.release(version)
 
-    def begin_copy(self, room: Tensor, part: slice) -> Callable[[], None] | None:
-        """Copy that part of the weights, as they are now, into `room` (host, fp32). None where that is done, else what
-        waits for it on another thread; the weights may be changed meanwhile."""
-        return self.copies.begin_to_host(room, self.master[part])
+    def begin_copy(self, room: Tensor) -> Callable[[], None] | None:
+        """Copy the weights, as they are now, into `room` (host, fp32). None where that is done, else what waits for it
+        on another thread; the weights may be changed meanwhile."""
+        return self.copies.begin_to_host(room, self.master)
 
     def bring(self, vector: Tensor) -> Tensor:
         """A flat vector of the host where `add_to_weights` wants it. For another thread than all else here."""
         return self.copies.bring(vector)
 
-    def add_to_weights(self, correction: Tensor, part: slice = slice(None)) -> None:
-        """θ ← θ + correction (flat, fp32, as `bring` gives it) in that part of the vector, rounded once, and
-        publish."""
+    def add_to_weights(self, correction: Tensor) -> None:
+        """θ ← θ + correction (flat, fp32, as `bring` gives it), rounded once, and publish."""
         self.copies.before_writing()
-        own = self.master[part]
+        own = self.master
         with torch.no_grad():
             if len(correction) <= PIECE:
                 own.add_(correction.to(own.device))

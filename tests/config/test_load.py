@@ -91,8 +91,6 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
         (["run.inner.beta1=fast"], ["run.inner.beta1", "'fast'", "must be a number"]),
         (["run.outer.codec=int7"], ["run.outer.codec", "'int7'", "'int8', 'int4', 'dct' or 'sign'"]),
         (["run.outer.codec=bf16"], ["run.outer.codec: bf16 is no longer a codec", "use fp16", "or int8"]),
-        (["run.outer.fragments=51"], ["outer.fragments (51)", "outer.inner_steps (8)"]),
-        (["run.outer.fragments=0"], ["run.outer.fragments", "greater than 0"]),
         (["run.outer.gamma=2.5"], ["outer.gamma (2.5)", "1 - alpha"]),
         (["run.name=Not Good"], ["run.name", "'Not Good'", "small letters, digits"]),
         (["run.model.stages=yes"], ["run.model.stages", "boolean"]),

@@ -77,7 +77,7 @@ def test_weights_that_are_loaded_while_a_step_is_open_are_seen_unless_somebody_r
     for ruined in (False, True):
         outer.load(torch.ones(8), torch.zeros(8))
         outer.snapshot.copy_(outer.slow).add_(0.1)
-        outer.open(outer.whole, members=1, weight=1.0)
+        outer.open(members=1, weight=1.0)
         outer.agree(())
         if ruined:
             outer.load(1e3 * torch.ones(8), torch.zeros(8))

@@ -37,7 +37,7 @@ def replica(codec: CodecName, seed: int, card: Card | None, size: int = SIZE, ch
 def opened(group: list[OuterReplica], exchange: str = "e", sketches: list[Tensor] | None = None) -> list[list[Tensor]]:
     """Everything up to the chunks that travel. With these `sketches` both have one coding whatever rounded theirs."""
     for each in group:
-        each.open(each.whole, members=2, weight=1.0, exchange=exchange)
+        each.open(members=2, weight=1.0, exchange=exchange)
     own = sketches or [each.sketch() for each in group]
     for each, theirs in zip(group, own, strict=True):
         each.sketch = partial(Tensor.clone, theirs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -84,7 +84,7 @@ def half_way(codec: CodecName) -> dict[str, int]:
     left: dict[str, int] = {}
     card = Card()
     group = [replica(codec, 1, card), replica(codec, 2, None)]
-    group[0].open(group[0].whole, members=2, weight=1.0, exchange="e")
+    group[0].open(members=2, weight=1.0, exchange="e")
     group[0].sketch()
     left["sketch"] = card.now
     wires = opened(group)
@@ -122,7 +122,7 @@ def case(codec: CodecName) -> dict[str, Any]:
     wires = opened(plain)
     sketches = [each.sketch() for each in plain]
     own = replica(codec, 1, card)
-    own.open(own.whole, members=2, weight=1.0, exchange="e")
+    own.open(members=2, weight=1.0, exchange="e")
     apart = (own.sketch() - sketches[0]).norm() / (sketches[1] - sketches[0]).norm()
     stepped = [a_step(codec, each, sketches) for each in (Card(), None)]
     no_room = Card(room=device_bytes(16 * BLOCK, SIZE) - 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from noloco_node.outer import CodecName
 from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.codec import BLOCK, CODECS
-from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule
 
 SIZE = 3 * BLOCK + 329
@@ -54,11 +54,10 @@ def replica_of(
     fast: Tensor | None = None,
     momentum: Tensor | None = None,
     codec: CodecName = "fp32",
-    fragments: int = 1,
 ) -> OuterReplica:
     """A replica with copies of these weights; fast = slow and no momentum where they are not given."""
     chunk_bytes = BLOCK * CODECS[codec].bits // 8  # `dct` and `sign` make it 16 blocks
-    replica = OuterReplica(rule, slow.clone(), codec=CODECS[codec], chunk_bytes=chunk_bytes, fragments=fragments)
+    replica = OuterReplica(rule, slow.clone(), codec=CODECS[codec], chunk_bytes=chunk_bytes)
     replica.snapshot.copy_(slow if fast is None else fast)
     if momentum is not None and replica.momentum is not None:
         replica.momentum.copy_(momentum)
@@ -71,13 +70,12 @@ def replicas(
     codec: CodecName = "fp32",
     dtype: torch.dtype = torch.float32,
     *,
-    fragments: int = 1,
     size: int = SIZE,
 ) -> list[OuterReplica]:
     """Replicas whose weights, progress and momentum are independent."""
     parts = zip(*(vectors(count, dtype, seed, size) for seed in (1, 2, 3)), strict=True)
     return [
-        replica_of(rule, slow, fast=slow + 0.1 * moved, momentum=0.05 * delta, codec=codec, fragments=fragments)
+        replica_of(rule, slow, fast=slow + 0.1 * moved, momentum=0.05 * delta, codec=codec)
         for slow, moved, delta in parts
     ]
 
@@ -85,13 +83,12 @@ def replicas(
 def meet(
     group: Sequence[OuterReplica],
     *,
-    part: Part | None = None,
     weights: Sequence[float] | None = None,
     exchange: str = "some exchange",
 ) -> None:
     """Everything of an outer step but its commit: sketches, and every chunk to every other member."""
     for replica, weight in zip(group, weights or [1.0] * len(group), strict=True):
-        replica.open(part or replica.whole, members=len(group), weight=weight, exchange=exchange)
+        replica.open(members=len(group), weight=weight, exchange=exchange)
     sketches = [replica.sketch() for replica in group]
     for place, replica in enumerate(group):
         replica.agree(sketches[:place] + sketches[place + 1 :])
@@ -106,16 +103,14 @@ def meet(
 def step(
     group: Sequence[OuterReplica],
     *,
-    part: Part | None = None,
     weights: Sequence[float] | None = None,
     exchange: str = "some exchange",
 ) -> None:
     """A whole outer step: all members commit and go on from φ."""
-    meet(group, part=part, weights=weights, exchange=exchange)
+    meet(group, weights=weights, exchange=exchange)
     for replica in group:
         replica.commit()
-        covered = replica.part.slice
-        replica.snapshot[covered] = replica.slow[covered]
+        replica.snapshot.copy_(replica.slow)
 
 
 def learn(replica: OuterReplica, generator: torch.Generator, speed: float = 0.02) -> None:

@@ -117,7 +117,7 @@ PAYLOADS: dict[str, Payload] = {
 
 def receive(victim: OuterReplica, payload: Payload, bound: DifferenceBound, peer: str) -> float:
     """One outer step of the victim with a hostile partner, and the bound that held."""
-    victim.open(victim.whole, members=2, weight=1.0, exchange="e")
+    victim.open(members=2, weight=1.0, exchange="e")
     victim.agree([])
     allowed = bound.bound(victim.own_motion())
     victim.add_chunk(0, payload(victim.encoded_chunk(0), min(allowed, 1e30)))
@@ -130,7 +130,7 @@ def receive(victim: OuterReplica, payload: Payload, bound: DifferenceBound, peer
 
 def step_alone(replica: OuterReplica) -> None:
     """An outer step without a partner."""
-    replica.open(replica.whole, members=1, weight=1.0)
+    replica.open(members=1, weight=1.0)
     replica.commit()
 
 
@@ -164,7 +164,7 @@ def test_a_partner_that_sends_nan_or_infinity_moves_nothing(bad: float, codec: C
     """Refused, φ and δ bitwise as before."""
     start = vectors(1, torch.float32, size=BLOCK)[0]
     victim = replica_of(rule_of("averaged"), start, codec=codec)
-    victim.open(victim.whole, members=2, weight=1.0)
+    victim.open(members=2, weight=1.0)
     victim.agree([])
     with pytest.raises(NotFinite):
         victim.add_chunk(0, torch.full_like(victim.encoded_chunk(0), bad))

@@ -176,7 +176,7 @@ def test_the_spread_shrinks_by_the_window_alone(codec: CodecName) -> None:
 
 @pytest.mark.parametrize("name", BOTH)
 def test_cutting_into_chunks_of_whole_groups_changes_nothing(name: CodecName) -> None:
-    """The bits are equal in one piece and by groups of blocks, also for a fragment that begins later. The window's
+    """The bits are equal in one piece and by groups of blocks, also for one that begins later. The window's
     blocks, which lie a thousandth apart, are right in every group."""
     codec, start = CODECS[name], 7 * BLOCK
     own, apart = vectors(2, torch.float32, 3, SIZE)

@@ -36,7 +36,7 @@ def ruin_few(victim: OuterReplica, first: Tensor) -> Tensor:
 
 def attacked(victim: OuterReplica, bound: PartnerBound, way: Tensor, name: str) -> None:
     """One exchange of the victim with a hostile partner that pulls along `way` as far as the norm's bound lets it."""
-    victim.open(victim.whole, members=2, weight=1.0, exchange=name)
+    victim.open(members=2, weight=1.0, exchange=name)
     victim.agree([])
     length = FILLED * bound.difference.bound(victim.own_motion())
     push = way * min(1.0, length / float(way.norm())) if length else torch.zeros_like(way)
@@ -64,7 +64,7 @@ def distance_after(way: Way | None) -> Tensor:
             victim = order.pop()
             attacked(group[victim], bounds[victim], way(group[victim], first), f"evil/{number}")
             alone = order.pop()
-            group[alone].open(group[alone].whole, members=1, weight=1.0)
+            group[alone].open(members=1, weight=1.0)
             group[alone].commit()
         for a, b in zip(order[::2], order[1::2], strict=True):
             average(group, bounds, a, b, str(number))
@@ -113,13 +113,13 @@ def test_who_takes_no_more_than_most_others_is_believed_after_some_rounds() -> N
 def test_the_way_is_that_of_the_own_steps_and_a_loaded_state_begins_anew() -> None:
     """Before the first outer step it is that of Δ; no other weights are judged by a way that led elsewhere."""
     replica = replica_of(RULE, torch.ones(BLOCK))
-    replica.open(replica.whole, members=1, weight=1.0)
+    replica.open(members=1, weight=1.0)
     assert replica.taken_back() == (0.0, 0.0)
     replica.snapshot.sub_(0.5)
     assert replica.taken_back() == pytest.approx((0.0, 0.5 * BLOCK**0.5))
     replica.commit()
     replica.snapshot.copy_(replica.slow + 0.25)
-    replica.open(replica.whole, members=1, weight=1.0)
+    replica.open(members=1, weight=1.0)
     assert replica.taken_back() == pytest.approx((0.0, -0.25 * BLOCK**0.5))
     replica.load(torch.ones(BLOCK), torch.zeros(BLOCK))
     replica.snapshot.copy_(replica.slow)

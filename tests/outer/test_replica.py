@@ -1,18 +1,14 @@
-"""The open step: what every codec keeps, and what an abort, a half-taken step and a fragment leave."""
+"""The open step: what every codec keeps, and what an abort and a half-taken step leave."""
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import BLOCK, CODECS
-from noloco_node.outer.replica import NotFinite, OuterReplica, fragments_of
+from noloco_node.outer.replica import NotFinite, OuterReplica
 from noloco_node.outer.update import OuterRule, contribution, step_
 from tests.outer.groups import ERRORS, SIZE, meet, replica_of, replicas, step, vectors
 
@@ -82,7 +78,7 @@ def test_a_commit_returns_the_change_that_keeps_inner_steps_taken_meanwhile() ->
     replica = replicas(1, RULE)[0]
     meanwhile = torch.full((SIZE,), 0.125)
     fast = replica.snapshot + meanwhile
-    replica.open(replica.whole, members=1, weight=1.0)
+    replica.open(members=1, weight=1.0)
     fast += replica.commit()
     assert float((fast - replica.slow - meanwhile).abs().max()) < 1e-6
 
@@ -107,10 +103,10 @@ def test_a_step_taken_by_one_side_shifts_the_mean_by_the_difference_over_all(cod
     group, alone = replicas(2, RULE, codec, torch.float64), replicas(2, RULE, codec, torch.float64)
     meet(group)
     group[0].commit()
-    group[1].open(group[1].whole, members=1, weight=1.0)
+    group[1].open(members=1, weight=1.0)
     group[1].commit()
     for replica in alone:
-        replica.open(replica.whole, members=1, weight=1.0)
+        replica.open(members=1, weight=1.0)
         replica.commit()
     meet(both := replicas(2, RULE, codec, torch.float64))
     norm = both[0].difference_norm()
@@ -126,7 +122,7 @@ def test_a_chunk_that_is_not_finite_is_refused(bad: float) -> None:
     """One bad value is enough, and the difference stays as it was."""
     left, right = replicas(2, RULE)
     for replica in (left, right):
-        replica.open(replica.whole, members=2, weight=1.0)
+        replica.open(members=2, weight=1.0)
         replica.agree([])
     wire = right.encoded_chunk(1).clone()
     wire[7] = bad
@@ -140,7 +136,7 @@ def test_a_chunk_that_is_not_finite_is_refused(bad: float) -> None:
 def test_no_sketch_and_no_codes_bring_a_replica_down(codec: CodecName, claim: str) -> None:
     """Whatever a partner claims, with random codes behind it: refused as not finite, or a finite step."""
     left = replicas(1, RULE, codec)[0]
-    left.open(left.whole, members=2, weight=1.0, exchange="e")
+    left.open(members=2, weight=1.0, exchange="e")
     own = left.sketch()
     claims = {"nan": float("nan"), "inf": float("inf"), "huge": 3.4e38, "large": 1e25, "zero": 0.0, "tiny": 1e-44}
     sketch = own.clone() if claim == "equal" else torch.full_like(own, claims[claim])
@@ -167,7 +163,7 @@ def test_no_sketch_and_no_codes_bring_a_replica_down(codec: CodecName, claim: st
 def test_a_sketch_or_chunk_of_another_shape_is_refused() -> None:
     """Lengths and precision are agreed, so anything else is an error before it is used."""
     left = replicas(1, RULE, "int8")[0]
-    left.open(left.whole, members=2, weight=1.0)
+    left.open(members=2, weight=1.0)
     with pytest.raises(ValueError, match="fit together"):
         left.agree([left.sketch()[:-1]])
     left.agree([left.sketch()])
@@ -177,42 +173,8 @@ def test_a_sketch_or_chunk_of_another_shape_is_refused() -> None:
             left.add_chunk(0, wire)
 
 
-@given(size=st.integers(1, 40 * BLOCK), count=st.integers(1, 12))
-def test_fragments_are_everything_once(size: int, count: int) -> None:
-    """In order, none empty, cut at blocks, of nearly equal size; more fragments than blocks are refused."""
-    if count > -(-size // BLOCK):
-        with pytest.raises(ValueError, match="cannot be cut"):
-            fragments_of(size, count)
-        return
-    parts = fragments_of(size, count)
-    assert len(parts) == count
-    assert parts[0].start == 0
-    assert parts[-1].end == size
-    assert all(a.end == b.start for a, b in itertools.pairwise(parts))
-    assert all(part.size > 0 and part.start % BLOCK == 0 for part in parts)
-    blocks = [-(-part.size // BLOCK) for part in parts]
-    assert max(blocks) - min(blocks) <= 1
-
-
-@pytest.mark.parametrize("codec", ALL)
-def test_a_fragments_step_leaves_the_rest_alone_and_all_together_are_a_whole_step(codec: CodecName) -> None:
-    """The rest stays bitwise; with exact values the fragments' steps add up to the step of the whole."""
-    group, whole = replicas(2, RULE, codec, fragments=3), replicas(2, RULE, codec)
-    for part in group[0].fragments:
-        before = [(*state(r), r.snapshot.clone()) for r in group]
-        step(group, part=part, exchange=f"fragment {part.start}")
-        for replica, old in zip(group, before, strict=True):
-            for now, then in zip((*state(replica), replica.snapshot), old, strict=True):
-                assert torch.equal(now[: part.start], then[: part.start])
-                assert torch.equal(now[part.end :], then[part.end :])
-                assert not torch.equal(now[part.slice], then[part.slice])
-    step(whole)
-    for replica, twin in zip(group, whole, strict=True):
-        assert float((replica.slow - twin.slow).abs().max()) < ERRORS[codec].of_a_weight
-
-
 def test_the_own_motion_and_the_difference_are_what_they_say() -> None:
-    """‖βΔ‖ and ‖(s_j − s_i)/n‖ over the open part, chunk by chunk or not."""
+    """‖βΔ‖ and ‖(s_j − s_i)/n‖ over the weights, chunk by chunk or not."""
     slow, delta = vectors(1)[0], 0.1 * vectors(1, seed=5)[0]
     left = replica_of(RULE, slow, fast=slow + 0.25, momentum=delta)
     right = replica_of(RULE, slow + 1.0)
@@ -229,7 +191,7 @@ def test_without_momentum_a_step_is_bitwise_that_of_a_momentum_of_no_weight(mome
     (replica,) = replicas(1, rule)
     assert replica.momentum is None
     slow, fast, kept = replica.slow.clone(), replica.snapshot.clone(), torch.randn(SIZE)
-    replica.open(replica.whole, members=1, weight=1.0)
+    replica.open(members=1, weight=1.0)
     correction = replica.commit()
     step_(rule, contribution(rule, fast=fast, slow=slow, momentum=kept), slow=slow, momentum=kept)
     assert torch.equal(replica.slow, slow)

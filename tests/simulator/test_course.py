@@ -22,7 +22,7 @@ from noloco_node.simulator.course import check_simulation, device_seconds, quadr
 from noloco_node.simulator.figures import SimulationFigures, Watcher
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.simulator.quadratic import HIDDEN, Quadratic, weigh_as, weights_in
+from noloco_node.simulator.quadratic import DIMENSIONS, HIDDEN, Quadratic, weigh_as
 from noloco_node.simulator.report import of_swarm, write_results
 from noloco_node.simulator.world import World
 from noloco_node.sizing.footprint import footprint_of
@@ -189,15 +189,12 @@ def test_a_stage_that_all_its_nodes_left_is_brought_back_by_another_that_moves()
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "fp32"])
-@pytest.mark.parametrize("fragments", [1, 3])
-def test_an_exchange_of_the_quadratic_weighs_what_the_codec_makes_of_the_stage(
-    codec: CodecName, fragments: int
-) -> None:
-    """Or of a fragment of it; the few weights of either travel as one block of the codec."""
+def test_an_exchange_of_the_quadratic_weighs_what_the_codec_makes_of_the_stage(codec: CodecName) -> None:
+    """Its few weights travel as one block of the codec."""
     footprint, wire = footprint_of(shipped().run), CODECS[codec].wire_bytes
-    octets = wire(weights_in(fragments) // fragments)
-    weighed = weigh_as(footprint, codec, fragments)(Parcel("outer.chunk", 0, (TensorSpec("u8", (octets,)),)))
-    assert weighed == pytest.approx(wire(round(statistics.fmean(footprint.parameters) / fragments)))
+    octets = wire(DIMENSIONS)
+    weighed = weigh_as(footprint, codec)(Parcel("outer.chunk", 0, (TensorSpec("u8", (octets,)),)))
+    assert weighed == pytest.approx(wire(round(statistics.fmean(footprint.parameters))))
 
 
 @pytest.mark.parametrize("rank", [None, 64])
@@ -232,13 +229,3 @@ def test_a_joiner_in_the_simulator_takes_over_less_where_muon_keeps_one_moment()
         config = shipped(f"run.inner.optimizer={optimizer}")
         wanted = statistics.fmean(footprint_of(config.run).state_bytes)
         assert asyncio.run(state_of(config)) == pytest.approx(wanted, rel=0.01)
-
-
-def test_stages_of_the_quadratic_are_cut_into_fragments_that_are_exchanged() -> None:
-    """A quarter of the bytes an outer step, four times as often; in a subspace each microbatch has its tokens' ids."""
-    common = ("sim.nodes=4", "sim.hours=0.02", "run.outer.inner_steps=4", "run.outer.min_inner_steps=2")
-    common += ("run.model.subspace_rank=64",)
-    whole, cut = (
-        simulate(shipped(*common, f"run.outer.fragments={count}"), lambda _done, _all: None).figures for count in (1, 4)
-    )
-    assert sum(cut.outer_steps.values()) > 2 * sum(whole.outer_steps.values()) > 0

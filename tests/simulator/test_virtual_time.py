@@ -152,7 +152,7 @@ def test_nothing_goes_between_sides_that_are_apart_and_all_again_once_they_are_t
 def test_an_exchange_takes_the_time_of_its_arithmetic_on_either_side() -> None:
     """Where nothing else does: as many pieces of work as a simulation reckons with, and a step alone has three."""
     footprint = footprint_of(SPEC)
-    thread_seconds, pieces = exchange_arithmetic(SPEC, footprint, 1.0), list[str]()
+    thread_seconds, pieces = exchange_arithmetic(footprint, 1.0), list[str]()
 
     def counted(thread: str) -> float:
         pieces.append(thread)

@@ -40,7 +40,7 @@ def standing(clock: float, *, run_id: str = RUN, stage: int = 1) -> KeptStanding
     return KeptStanding(
         run_id=run_id,
         stage=stage,
-        progress=Progress(steps=7, tokens=640, clock=clock, outer_rounds=3, marks=(Mark(-2, 0), Mark(6, 576))),
+        progress=Progress(steps=7, tokens=640, clock=clock, outer_rounds=3, marks=(Mark(6, 576),)),
         credit=-32.5,
         tokens_accumulated=64,
         loss_accumulated=3.25,
@@ -194,7 +194,7 @@ ABSURD: list[tuple[dict[str, torch.Tensor], dict[str, object], str]] = [
     ({}, {"progress": {"steps": 10**40}}, "ValidationError"),
     ({}, {"progress": {"tokens": -1}}, "ValidationError"),
     ({}, {"progress": {"outer_rounds": 1 << 70}}, "ValidationError"),
-    ({}, {"progress": {"marks": (Mark(1 << 60, 0), Mark(0, 0))}}, "ValidationError"),
+    ({}, {"progress": {"marks": (Mark(1 << 60, 0),)}}, "ValidationError"),
     ({}, {"credit": 1e200}, "ValidationError"),
     ({}, {"ledger": {"drawn": -1}}, "ValidationError"),
     ({}, {"tokens_accumulated": 1 << 60}, "ValidationError"),

@@ -139,7 +139,7 @@ class Pipeline:
 
     def shift(self, node: Node, other: float) -> None:
         """An outer step with a partner whose clock is believed to be `other`."""
-        node.progress = node.progress.after_outer_step(None, node.progress, (other - node.progress.clock) / 2)
+        node.progress = node.progress.after_outer_step(node.progress, (other - node.progress.clock) / 2)
         node.shifted_at = self.now
 
     def clocks(self) -> list[float]:

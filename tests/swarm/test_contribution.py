@@ -450,7 +450,7 @@ async def test_own_work_is_written_as_increments(tmp_path: Path) -> None:
         ledger.served += 2
         await keeper.settle()
         await keeper.settle()
-    progress = progress.as_copy_of(5000.0, 90, 5)  # a stage peer's rounds are none of its own
+    progress = progress.as_copy_of(5000.0, 90)  # a stage peer's rounds are none of its own
     await keeper.settle()
     total = read_contribution(tmp_path / "file", SERVER, transport.signed_by)
     assert (total.tokens, total.served, total.outer_rounds) == (100, 4, 3)

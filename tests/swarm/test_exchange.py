@@ -22,7 +22,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.outer import CodecName, clipping
 from noloco_node.outer.clipping import Judgement
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
 from noloco_node.telemetry.events import OuterStep
 from noloco_node.transport.errors import Refusal, Refused
@@ -179,7 +179,7 @@ async def test_an_opening_that_stood_still_while_the_partner_trained_changes_not
 )
 def test_an_opening_is_late_by_time_and_by_steps(seconds: float, steps: int, late: bool) -> None:
     """Many quick steps fit between two answers, few slow ones into a long wait."""
-    session = exchange.Session("x", peer_name(0, 1), "dialled", None, Part(0, 8), started=100.0)
+    session = exchange.Session("x", peer_name(0, 1), "dialled", started=100.0)
     session.agreed(7, 1, 1, gives_only=False)
     assert (exchange.opened_late(session, 100.0 + seconds, 7 + steps, 2) is not None) is late
 
@@ -210,7 +210,7 @@ async def test_who_leaves_as_a_complete_exchange_is_judged_commits_it_as_its_par
     2243)."""
     async with two_replicas() as (_, left, right):
         averaging, begun, go_on = right.averaging, threading.Event(), threading.Event()
-        bound = next(b for part, b in averaging.side.bounds.items() if part == right.worker.outer.whole)
+        bound = averaging.side.bound
         judge = bound.judge
 
         def slowly(outer: OuterReplica, partner: str, *, stage_peers: int) -> Judgement:
@@ -250,81 +250,35 @@ async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> 
 async def test_an_exchange_by_any_codec_is_the_textbook_step_and_keeps_the_mean(
     codec: CodecName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of three fragments is exchanged, with uneven work. Each side is within the codec's error of the rule
-    with token weights, and the mean over both to fp32 rounding. Outside φ, δ and θ are bitwise as they were."""
+    """With uneven work. Each side is within the codec's error of the rule with token weights, and the mean over both
+    to fp32 rounding."""
     monkeypatch.setattr(clipping, "_TALLEST", 1e6)  # a single value beyond its bound is held back on one side only
-    outer = RULE.model_copy(update={"codec": codec, "fragments": 3, "inner_steps": 6})
+    outer = RULE.model_copy(update={"codec": codec, "inner_steps": 6})
     async with trained_replicas(outer, (3, 5)) as made:
         left, right = made.replicas
         before = [await state_of(replica) for replica in (left, right)]
-        part = left.worker.part(2).slice
-        assert await left.averaging.dial(peer_name(0, 1), 2)
+        assert await left.averaging.dial(peer_name(0, 1))
         await both_committed(made)
         after = [await state_of(replica) for replica in (left, right)]
-        events = [outer_steps(made, index, "paired")[0] for index in (0, 1)]
-        marks = [replica.worker.progress.marks for replica in (left, right)]
+        since = [replica.worker.progress.steps_since_outer for replica in (left, right)]
     rule = OuterRule(0.5, 0.5, 0.5, "averaged")
     weights = token_weights((3, 5))
     assert weights[0] < 0.8
     s = [
-        contribution(
-            rule, fast=was["fast"][part], slow=was["slow"][part], momentum=was["momentum"][part], weight=weight
-        )
+        contribution(rule, fast=was["fast"], slow=was["slow"], momentum=was["momentum"], weight=weight)
         for was, weight in zip(before, weights, strict=True)
     ]
     apart = float((s[0] - s[1]).norm() / 2)
     expected: list[Tensor] = []
     for was, now in zip(before, after, strict=True):
-        slow, momentum = was["slow"][part].clone(), was["momentum"][part].clone()
+        slow, momentum = was["slow"].clone(), was["momentum"].clone()
         step_(rule, (s[0] + s[1]) / 2, slow=slow, momentum=momentum)
-        assert float((now["slow"][part] - slow).norm()) <= ERRORS[codec].of_a_difference * apart + 1e-5
-        torch.testing.assert_close(now["fast"][part], now["slow"][part], atol=1e-6, rtol=0)
+        assert float((now["slow"] - slow).norm()) <= ERRORS[codec].of_a_difference * apart + 1e-5
+        torch.testing.assert_close(now["fast"], now["slow"], atol=1e-6, rtol=0)
         expected.append(slow)
-        for name in ("slow", "momentum", "fast"):
-            was[name][part] = now[name][part]
-            assert torch.equal(was[name], now[name]), f"{name} changed outside the fragment"
-    mean = (after[0]["slow"][part] + after[1]["slow"][part]) / 2
+    mean = (after[0]["slow"] + after[1]["slow"]) / 2
     torch.testing.assert_close(mean, (expected[0] + expected[1]) / 2, atol=1e-6, rtol=0)
-    for steps, event, mark in zip((3, 5), events, marks, strict=True):
-        assert event.fragment == 2
-        assert [each.steps for each in mark] == [0, -2, steps]
-
-
-async def test_fragments_find_partners_of_their_own() -> None:
-    """Three replicas: each fragment is exchanged with another stage peer, and counts for itself; then all at once."""
-    outer = RULE.model_copy(update={"fragments": 2})
-    async with trained_replicas(outer, (4, 4, 4)) as made:
-        first = made.replicas[0]
-        for fragment, stage_peer in ((0, 1), (1, 2)):
-            assert await first.averaging.dial(peer_name(0, stage_peer), fragment)
-            await eventually(lambda: not any(replica.averaging.under_way for replica in made.replicas))
-        since = [replica.worker.progress.steps_since_outer for replica in made.replicas]
-        assert since == [(0, 0), (0, 5), (4, 0)], "the second fragment starts one step ahead"
-        assert not await first.averaging.dial(peer_name(0, 1), 0), "too early for this fragment"
-        assert not await first.averaging.dial(peer_name(0, 1), None), "and so for the whole"
-        ending = made.replicas[1]
-        ending.averaging.side.begin_last_round()
-        for fragment, is_the_last in ((0, False), (None, True)):
-            assert await first.averaging.dial(peer_name(0, 1), fragment)
-            await eventually(lambda: not any(replica.averaging.under_way for replica in made.replicas))
-            assert ending.averaging.side.last_taken is is_the_last, "only the whole is a last outer step"
-        assert ending.worker.progress.steps_since_outer == (0, 0)
-        assert [event.fragment for event in outer_steps(made, 0, "paired")] == [0, 1, 0, None]
-
-
-async def test_a_fragment_alone_leaves_the_others() -> None:
-    """φ and δ move in the fragment only, and only its count starts anew."""
-    async with trained_replicas(RULE.model_copy(update={"fragments": 2}), (4,)) as made:
-        (replica,) = made.replicas
-        before = await state_of(replica)
-        await replica.averaging.step_alone(1)
-        after = await state_of(replica)
-        start = replica.worker.part(1).start
-        for name in ("slow", "momentum"):
-            assert torch.equal(before[name][:start], after[name][:start])
-            assert float((before[name][start:] - after[name][start:]).abs().max()) > 1e-4
-        assert replica.worker.progress.steps_since_outer == (4, 0)
-        assert replica.averaging.side.free_since_step == 0, "the search for the other fragment's partner goes on"
+    assert since == [0, 0]
 
 
 async def test_a_paused_stage_peer_is_no_partner_of_the_last_step() -> None:
@@ -349,8 +303,8 @@ async def test_a_step_alone_says_what_came_of_the_proposals_before_it() -> None:
         await both_committed(made)
         for _ in range(2):
             assert not await left.averaging.dial(peer_name(0, 1)), "too early"
-        await left.averaging.step_alone(None)
-        await left.averaging.step_alone(None)
+        await left.averaging.step_alone()
+        await left.averaging.step_alone()
         said = [event.reason for event in outer_steps(made, 0, "no_partner")]
         assert said == ["refused: too_early 2", "nobody: no other replica of the stage could be asked"]
 
@@ -358,11 +312,11 @@ async def test_a_step_alone_says_what_came_of_the_proposals_before_it() -> None:
 @pytest.mark.parametrize(("method", "codec"), [(exchange.OPEN.name, "fp32"), (exchange.CHUNK.name, "int4")])
 async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Literal["fp32", "int4"]) -> None:
     """The stream breaks for good: both sides give up, every weight is bitwise as before, and both can pair again."""
-    async with two_replicas(RULE.model_copy(update={"codec": codec, "fragments": 2})) as (made, left, right):
+    async with two_replicas(RULE.model_copy(update={"codec": codec})) as (made, left, right):
         before = [await state_of(replica) for replica in (left, right)]
         fault = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=method))
         silent = made.network.inject(Fault(FaultKind.LOSE_REQUEST, method=exchange.LEAVE.name))
-        assert not await left.averaging.dial(peer_name(0, 1), 1)
+        assert not await left.averaging.dial(peer_name(0, 1))
         await eventually(lambda: not right.averaging.under_way, what="the dialled side gives up")
         assert unchanged(before[0], await state_of(left))
         assert unchanged(before[1], await state_of(right))
@@ -371,7 +325,7 @@ async def test_a_partner_that_vanishes_changes_nothing(method: str, codec: Liter
         assert made.network.fired[FaultKind.LOSE_REQUEST] > 0
         made.network.lift(fault)
         made.network.lift(silent)
-        assert await left.averaging.dial(peer_name(0, 1), 1)
+        assert await left.averaging.dial(peer_name(0, 1))
 
 
 @pytest.mark.parametrize("hostile", ["dialler", "dialled"])
@@ -442,7 +396,6 @@ UNFIT: list[tuple[dict[str, object], Refusal]] = [
     ({"protocol": 9}, Refusal.WRONG_PROTOCOL),
     ({"contract": "other"}, Refusal.WRONG_CONTRACT),
     ({"clock": float("1e300")}, Refusal.MALFORMED),
-    ({"fragment": 1}, Refusal.MALFORMED),
 ]
 
 

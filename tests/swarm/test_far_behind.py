@@ -76,9 +76,9 @@ def test_who_is_far_behind_dials_whatever_the_counts_and_never_steps_alone_for_i
     stage_peer = PeerId("stage_peer")
 
     def state(*stage_peers: PeerId, behind: bool) -> PairingState:
-        return PairingState([0], 0, stage_peers=lambda: stage_peers, engaged=False, next_try=0.0, behind=behind)
+        return PairingState(0, 0, stage_peers=lambda: stage_peers, engaged=False, next_try=0.0, behind=behind)
 
     rng = random.Random(0)
-    assert decide(state(stage_peer, behind=True), WINDOW, now=1.0, rng=rng) == Dial(stage_peer, 0)
+    assert decide(state(stage_peer, behind=True), WINDOW, now=1.0, rng=rng) == Dial(stage_peer)
     assert decide(state(stage_peer, behind=False), WINDOW, now=1.0, rng=rng) is WAIT
     assert decide(state(behind=True), WINDOW, now=1.0, rng=rng) is WAIT

@@ -7,7 +7,6 @@ import pytest
 
 from noloco_node.averaging.session import Session, overdue, too_slow
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.outer.replica import Part
 from noloco_node.outer.update import token_weights
 from noloco_node.peers.partners import Partners
 from noloco_node.transport.calls import floor_of
@@ -36,8 +35,7 @@ def test_a_home_line_averages_a_large_stage_and_what_drips_is_given_up_on_the_wa
 
 def session_of() -> Session:
     """One that began at 0 and in which nothing has moved."""
-    part = Part(0, 1)
-    return Session("a" * 32, OTHER, "dialled", None, part, started=0.0, last_progress=0.0)
+    return Session("a" * 32, OTHER, "dialled", started=0.0, last_progress=0.0)
 
 
 def test_newcomers_together_have_a_twentieth_of_the_time_however_they_go_about_it() -> None:

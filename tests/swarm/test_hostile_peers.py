@@ -49,7 +49,7 @@ async def propose(replica: Replica) -> None:
 def opening(replica: Replica) -> tuple[exchange.Opening, tuple[torch.Tensor, ...]]:
     """The stranger's header and gauge."""
     header = exchange.Opening(exchange=NAME, clock=replica.worker.progress.clock)
-    specs = replica.averaging.side.opening_specs(replica.worker.outer.whole)
+    specs = replica.averaging.side.opening_specs()
     return header, tuple(torch.zeros(spec.shape) for spec in specs)
 
 

@@ -35,7 +35,6 @@ from noloco_node.directory.records import PeerState
 from noloco_node.identity.invitations import invite
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
-from noloco_node.outer.replica import Part
 from noloco_node.peers import partners as patience
 from noloco_node.peers import scorecard as conduct
 from noloco_node.peers.partners import Partners
@@ -68,7 +67,6 @@ IDS_KEPT, ANSWERS_KEPT = 40, 10
 """Lowered, so that the limits are reached."""
 HIDDEN = 32
 LAG = 10_000
-FRAGMENTS = 2
 EXCHANGE = "e" * 32
 OWNER = throw_away_key()
 INVITED = invite(OWNER, secrets.token_hex(16), 1 << 33, "the-peer-that-is-invited").proof_for(PeerId("stranger-0"))
@@ -109,10 +107,9 @@ class Target:
                 return {**header, **drawn, "stage": stage}, (activations, labels)
             case exchange.PROPOSE.name:
                 named = {"exchange": EXCHANGE, "run": run, "stage": stage, "contract": contract}
-                fragment = (None, *range(FRAGMENTS))[recipe.number % (FRAGMENTS + 1)]
-                return {**named, "clock": clock, "tokens": 64, "fragment": fragment}, ()
+                return {**named, "clock": clock, "tokens": 64}, ()
             case exchange.OPEN.name:
-                specs = self.replica.averaging.side.opening_specs(self.proposed_part())
+                specs = self.replica.averaging.side.opening_specs()
                 return {"exchange": EXCHANGE, "clock": clock}, tuple(torch.randn(spec.shape) for spec in specs)
             case exchange.CHUNK.name:
                 size = outer.codec.wire_elements(outer.chunk_size(index))
@@ -152,11 +149,6 @@ class Target:
                 return {"run": run, "records": [told] * (recipe.number % 13)}
             case _:
                 return {}
-
-    def proposed_part(self) -> Part:
-        """What the open exchange covers, or the whole."""
-        session = self.replica.averaging.side.engagement.session
-        return session.part if session else self.replica.worker.outer.whole
 
     async def send(self, recipe: Recipe) -> str:
         """Send one request; its outcome: `answered`, a refusal's reason, `closed`, or `unsendable`."""
@@ -240,11 +232,9 @@ class Target:
         assert not server._under_way
         assert server.pending == 0
         assert self.replica.worker.live_versions == 1
-        assert len(averaging.side.bounds) == FRAGMENTS + 1
-        for bound in averaging.side.bounds.values():
-            for norms in (bound.difference._latest, bound._regress._latest):
-                assert len(norms) <= 64
-                assert all(math.isfinite(norm) for norm in norms.values())
+        for norms in (averaging.side.bound.difference._latest, averaging.side.bound._regress._latest):
+            assert len(norms) <= 64
+            assert all(math.isfinite(norm) for norm in norms.values())
         assert not averaging.responder.waiting
         assert thread_of(self.replica.worker).waiting == 0
         assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}
@@ -287,7 +277,6 @@ def fuzz_spec(stages: int) -> RunSpec:
             min_inner_steps=0,
             max_lag_tokens=LAG,
             codec="fp32" if stages == 2 else "int4",
-            fragments=FRAGMENTS,
         ),
         pipeline=PipelineSpec(budget_seconds=4.0, progress_seconds=2.0),
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=5, record_seconds=5),
@@ -445,11 +434,11 @@ def test_exchanges_that_go_wrong_anywhere_end_in_a_finite_step_or_in_none(
     """Proposed, opened, chunks sent; anything of it mutated, repeated, left out, or said by somebody else."""
     committed = 0
 
-    async def one(fragment: int, opening: Recipe, chunks: list[Recipe], complete: bool) -> None:
+    async def one(opening: Recipe, chunks: list[Recipe], complete: bool) -> None:
         nonlocal committed
         await target.settled()
         before = target.replica.worker.progress
-        assert await target.try_one(Recipe(exchange.PROPOSE.name, fragment)) == "answered"
+        assert await target.try_one(Recipe(exchange.PROPOSE.name, 0)) == "answered"
         if await target.try_one(opening) != "answered":
             await target.try_one(Recipe(exchange.OPEN.name, 0))
         for chunk in chunks:
@@ -472,7 +461,7 @@ def test_exchanges_that_go_wrong_anywhere_end_in_a_finite_step_or_in_none(
     for number in range(EXCHANGES // 4):
         rng = random.Random(number)
         chunks = [recipe(rng, (exchange.CHUNK.name,)) for _ in range(rng.randint(2, 6))]
-        parts = one(rng.randint(0, FRAGMENTS), recipe(rng, (exchange.OPEN.name,)), chunks, rng.random() < 0.5)
+        parts = one(recipe(rng, (exchange.OPEN.name,)), chunks, rng.random() < 0.5)
         runner.run(asyncio.wait_for(parts, 60))
     runner.run(target.still_trains())
     assert committed >= EXCHANGES // 40, "some must have come to their end"

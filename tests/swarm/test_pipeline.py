@@ -461,15 +461,14 @@ async def test_narrow_activations_learn_the_same() -> None:
 
 
 @pytest.mark.parametrize("steps", LENGTHS)
-def test_a_swarm_that_exchanges_fragments_by_four_bits_comes_to_its_end(steps: int) -> None:
-    """Both fragments are exchanged about equally often, each once in H inner steps; everyone takes a last step of the
-    whole; the spread falls."""
-    in_virtual_time(lambda: _exchanges_fragments(steps), seed=steps)
+def test_a_swarm_that_exchanges_by_four_bits_comes_to_its_end(steps: int) -> None:
+    """All exchange about once in H inner steps, and the spread falls."""
+    in_virtual_time(lambda: _exchanges_by_four_bits(steps), seed=steps)
 
 
-async def _exchanges_fragments(steps: int) -> None:
+async def _exchanges_by_four_bits(steps: int) -> None:
     """The course of it."""
-    outer = OuterSpec(inner_steps=10, codec="int4", fragments=2)
+    outer = OuterSpec(inner_steps=10, codec="int4")
     spec = micro_spec(layers=2, steps=steps, microbatches_a_step=4, outer=outer)
     async with world(spec, replicas=4, settings=NodeSettings(in_flight=2), device=DEVICE) as made:
         await run_to_the_end(made)
@@ -478,13 +477,10 @@ async def _exchanges_fragments(steps: int) -> None:
         assert min(len(replica.outer_steps.partners) for replica in made.replicas) >= 2
     for events, taken in zip(each, inner, strict=True):
         committed = [event for event in events if event.kind != "aborted"]
-        counts = [sum(event.fragment == fragment for event in committed) for fragment in (0, 1, None)]
-        assert min(counts[:2]) >= 0.5 * taken / 10
-        assert max(counts[:2]) <= 1.0 + taken / 5, "not before H_min"
-        assert counts[2] >= 1
+        assert 0.5 * taken / 10 <= len(committed) <= 2.0 + taken / 5, "not before H_min, but for the last"
         assert [event.outer_steps_taken for event in committed] == list(range(1, len(committed) + 1))
     paired = sorted((e for events in each for e in events if e.kind == "paired"), key=lambda event: event.time)
-    assert len(paired) > steps // 4
+    assert len(paired) > steps // 8
     assert sum(event.kind == "no_partner" for events in each for event in events) < 0.2 * len(paired)
     spreads = [event.replica_divergence for event in paired if event.replica_divergence is not None]
     assert sum(spreads[-8:]) / 8 < 0.5 * max(spreads)

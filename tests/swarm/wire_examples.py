@@ -136,7 +136,7 @@ def _pipeline() -> list[Example]:
 def _averaging() -> list[Example]:
     openings = (numbers(torch.float32, 2), numbers(torch.float32, 3))
     proposal = exchange_messages.Proposal(
-        exchange=OTHER_ID, run=RUN, protocol=3, stage=1, contract="c" * 64, clock=4096.0, tokens=512, fragment=1
+        exchange=OTHER_ID, run=RUN, protocol=3, stage=1, contract="c" * 64, clock=4096.0, tokens=512
     )
     return [
         Example(
@@ -144,7 +144,7 @@ def _averaging() -> list[Example]:
         ),
         Example(
             exchange_messages.PROPOSE,
-            proposal.model_copy(update={"fragment": None, "newcomer": True}),
+            proposal.model_copy(update={"newcomer": True}),
             exchange_messages.Acceptance(tokens=640, weightless=True),
             special="by a newcomer",
         ),

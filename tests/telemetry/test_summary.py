@@ -210,7 +210,3 @@ def test_averages_after_the_training_are_no_part_of_the_spread() -> None:
     assert max(point.clock for point in curve) <= max(step.clock for step in NodeHistory.of("a", events["s0-r0"]).inner)
     resumed = [made.outer_step(1, "s0-r1", step=10), made.outer_step(2, "s0-r1", step=8), made.outer_step(3, "s0-r1")]
     assert len(divergence_curve([NodeHistory.of("a", resumed)])) == 3, "a node that went on from before counts on"
-    parts = [made.outer_step(1, "s0-r1", step=10, fragment=part) for part in (0, 1)]
-    again = made.outer_step(2, "s0-r1", step=10, fragment=1)
-    (point,) = divergence_curve([NodeHistory.of("a", [*parts, again])])
-    assert point.outer_steps_taken == 1, "another fragment has not been averaged since"

@@ -156,7 +156,7 @@ def case(name: str, index: int, changes: list[str]) -> dict[str, Any]:
         frozen.freeze(trainer.state_vectors(), trainer.copies.piece_to_host)
         room = frozen.collect()
         assert {tensor.device.type for tensor in room.values()} == {"cpu"}
-        trainer.add_to_weights(trainer.bring(room["fast"]), slice(None))
+        trainer.add_to_weights(trainer.bring(room["fast"]))
         trainer.load(room["fast"], moments_of(trainer))
         if stage.cut.is_last:
             trainer.evaluate_loss(inputs, ids, later)

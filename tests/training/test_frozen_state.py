@@ -48,7 +48,7 @@ def joined(pieces: Iterator[tuple[str, int, Tensor]], size: int) -> Tensor:
 async def outer_step(worker: StageWorker) -> None:
     """A step alone."""
     snapshot = await worker.snapshot()
-    worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+    worker.outer.open(members=1, weight=1.0)
     await worker.commit(snapshot, scale=1.0, clock_shift=0.0, on_host=asyncio.to_thread)
 
 
@@ -87,7 +87,7 @@ async def test_an_outer_step_is_in_a_state_as_a_whole_or_not_at_all() -> None:
     async with lone_worker(spec) as (worker, _, _):
         await worker.loss(*window_batch(range(WINDOWS)))
         snapshot = await worker.snapshot()
-        worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+        worker.outer.open(members=1, weight=1.0)
         worked_out, go_on = threading.Event(), threading.Event()
 
         async def slowly(work: Callable[[], object]) -> object:

@@ -103,7 +103,7 @@ async def test_an_outer_step_without_memory_for_its_correction_is_the_same(monke
         copies, streams = late_copies(monkeypatch)
         async with lone_worker(spec, copies) as (worker, trainer, _):
             snapshot = await worker.snapshot()
-            worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+            worker.outer.open(members=1, weight=1.0)
             await worker.loss(*window_batch(range(WINDOWS)))
             before = len(streams.copies)
             with monkeypatch.context() as patched:

@@ -39,7 +39,7 @@ def test_the_training_goes_on_while_a_snapshot_crosses_and_changes_nothing_of_it
     trainer.copies = late()
     trainer.loss(*window_batch(range(WINDOWS)))
     room, before = room_for(trainer), trainer.master.clone()
-    under_way = trainer.begin_copy(room, slice(None))
+    under_way = trainer.begin_copy(room)
     trainer.loss(*window_batch(range(WINDOWS, 2 * WINDOWS)))
     assert room.isnan().all(), "nobody has waited for it yet"
     trainer.step(1e-2)
@@ -54,7 +54,7 @@ def test_nothing_else_changes_the_weights_under_a_snapshot(change: str, late: Ca
     trainer = make_trainer(micro_spec(stages=1), 0)
     trainer.copies = late()
     room, before = room_for(trainer), trainer.master.clone()
-    under_way = trainer.begin_copy(room, slice(None))
+    under_way = trainer.begin_copy(room)
     if change == "an outer step":
         trainer.add_to_weights(torch.ones_like(room))
     else:
@@ -74,7 +74,7 @@ async def test_an_outer_step_by_copies_beside_the_training_is_bitwise_the_same(l
                 await worker.loss(*window_batch(range(first, first + WINDOWS)))
             snapshot = await worker.snapshot()
             taken = worker.outer.snapshot.clone()
-            worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+            worker.outer.open(members=1, weight=1.0)
             await worker.loss(*window_batch(range(WINDOWS)))
             await worker.commit(snapshot, scale=1.0, clock_shift=0.0, on_host=asyncio.to_thread)
             _, state = await worker.joiner_state()
@@ -113,13 +113,13 @@ async def test_what_an_outer_step_holds_a_device_for_is_told_by_the_devices_cloc
     async with lone_worker(micro_spec(stages=1), copies) as (worker, trainer, _):
         add = trainer.add_to_weights
 
-        def takes_its_time(correction: Tensor, part: slice) -> None:
-            add(correction, part)
+        def takes_its_time(correction: Tensor) -> None:
+            add(correction)
             streams.own.worked += 250.0
 
         monkeypatch.setattr(trainer, "add_to_weights", takes_its_time)
         snapshot = await worker.snapshot()
-        worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+        worker.outer.open(members=1, weight=1.0)
         commit = await worker.commit(snapshot, scale=1.0, clock_shift=0.0)
     assert commit.held_seconds == pytest.approx(0.25)
     assert "compute" not in [name for event in streams.timed for name in event.waiters]
@@ -131,7 +131,7 @@ async def test_what_an_outer_step_needs_crosses_twice_and_holds_nobody(monkeypat
     copies, streams = late_copies(monkeypatch)
     async with lone_worker(micro_spec(stages=1), copies) as (worker, trainer, _):
         snapshot = await worker.snapshot()
-        worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+        worker.outer.open(members=1, weight=1.0)
         await worker.commit(snapshot, scale=1.0, clock_shift=0.0, on_host=asyncio.to_thread)
         long = [copy for copy in streams.copies if copy.to.numel() == trainer.layout.size]
         room, weights = worker.outer.snapshot.data_ptr(), trainer.master.data_ptr()

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
-from noloco_node.errors import ExitCode, UserError
 from noloco_node.pipeline.messages import HopFailed
 from noloco_node.training import progress, stage_worker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
@@ -31,7 +30,7 @@ from tests.worlds import (
 )
 
 HIDDEN = 32
-CONTRACT_CHANGES: list[dict[str, object]] = [{}, {"codec": "fp16"}, {"momentum": "local"}, {"fragments": 2}]
+CONTRACT_CHANGES: list[dict[str, object]] = [{}, {"codec": "fp16"}, {"momentum": "local"}]
 
 T = TypeVar("T")
 
@@ -173,7 +172,7 @@ async def test_a_state_read_during_a_commit_is_of_one_moment() -> None:
 
         _, before = await worker.joiner_state()
         snapshot = await worker.snapshot()
-        worker.outer.open(worker.outer.whole, members=1, weight=1.0)
+        worker.outer.open(members=1, weight=1.0)
         committing = asyncio.create_task(worker.commit(snapshot, scale=1.0, clock_shift=0.0, on_host=on_host))
         await applied.wait()
         progress, during = await worker.joiner_state()
@@ -187,20 +186,6 @@ async def test_a_state_read_during_a_commit_is_of_one_moment() -> None:
         assert all(torch.equal(during[name], after[name]) for name in after)
 
 
-async def test_a_copied_state_starts_the_fragments_counts_anew() -> None:
-    """Staggered from where the replica stands, with no tokens behind any of them."""
-    spec = micro_spec(stages=1, outer=OuterSpec(inner_steps=8, fragments=4))
-    async with lone_worker(spec) as (worker, _, _):
-        for first in range(0, 3 * WINDOWS, WINDOWS):
-            await worker.loss(*window_batch(range(first, first + WINDOWS)))
-        assert worker.progress.steps_since_outer == (3, 5, 7, 9)
-        _, state = await worker.joiner_state()
-        await worker.load_full_state(5000.0, 7, state)
-        assert worker.progress.steps_since_outer == (0, 2, 4, 6)
-        assert worker.progress.tokens_since(2) == 0
-        assert worker.progress.outer_rounds == 7
-
-
 async def test_a_copied_state_takes_no_gradient_of_the_weights_before_it() -> None:
     """What had gathered towards the next inner step goes with them: that step is of what is trained on the copy."""
     spec = micro_spec(stages=1, microbatches_a_step=2)
@@ -212,6 +197,8 @@ async def test_a_copied_state_takes_no_gradient_of_the_weights_before_it() -> No
             if gathers:
                 await worker.loss(*window_batch(range(WINDOWS)))
             await worker.load_full_state(5000.0, 7, copied)
+            progress = worker.progress
+            assert (progress.steps_since_outer, progress.tokens_since_outer, progress.outer_rounds) == (0, 0, 7)
             assert (trainer.tokens_accumulated, trainer.loss_accumulated) == (0, 0.0)
             assert worker.trained_tokens == worker.progress.tokens
             for first in (WINDOWS, 2 * WINDOWS):
@@ -222,23 +209,13 @@ async def test_a_copied_state_takes_no_gradient_of_the_weights_before_it() -> No
 
 
 async def test_the_contract_names_everything_that_two_replicas_must_share_to_average() -> None:
-    """Another codec, momentum, number of fragments or chunk size is another contract."""
+    """Another codec, momentum or chunk size is another contract."""
     contracts: set[str] = set()
     specs = [micro_spec(stages=1, outer=OuterSpec.model_validate(outer)) for outer in CONTRACT_CHANGES]
     for spec in (*specs, micro_spec(stages=1, outer=OuterSpec(), limits=LimitsSpec(chunk_bytes=8192))):
         async with lone_worker(spec) as (worker, _, _):
             contracts.add(worker.contract)
     assert len(contracts) == len(CONTRACT_CHANGES) + 1
-
-
-async def test_too_many_fragments_for_a_stage_are_a_users_error() -> None:
-    """It names the setting, its value, and what to do."""
-    spec = micro_spec(stages=1, outer=OuterSpec(inner_steps=500, fragments=400))
-    with pytest.raises(UserError, match=r"outer\.fragments is 400") as error:
-        async with lone_worker(spec):
-            pass
-    assert error.value.exit_code is ExitCode.CONFIG
-    assert "lower run.outer.fragments" in error.value.remedy
 
 
 async def test_a_refused_microbatch_takes_no_step() -> None:

@@ -203,7 +203,7 @@ async def hostile_copies(life: Life) -> None:
 
     async def opened(_peer: PeerId, message: Message) -> Message:
         stage, precision = int(message.header["stage"]), message.header["precision"]
-        weights = torch.full((life.workers[stage].outer.whole.size,), 3e4, dtype=given[precision])
+        weights = torch.full((life.workers[stage].outer.size,), 3e4, dtype=given[precision])
         manifest = copy_messages.CopyManifest(
             source=life.transport.peer_id,
             run=life.spec.run_id,
@@ -222,7 +222,7 @@ async def hostile_copies(life: Life) -> None:
         stage, index = int(message.header["stage"]), int(message.header["index"])
         dtype = given[message.header["precision"]]
         step = life.spec.limits.chunk_bytes // dtype.itemsize
-        left = life.workers[stage].outer.whole.size - index * step
+        left = life.workers[stage].outer.size - index * step
         life.tally.count(attack, "chunks given")
         return Message({}, (torch.full((max(0, min(step, left)),), 3e4, dtype=dtype),))
 

@@ -240,7 +240,7 @@ async def _proposed(life: Life, attack: str, victim: Victim) -> str | None:
 
 def _opening_shapes(life: Life, stage: int) -> list[tuple[int, ...]]:
     outer = life.workers[stage].outer
-    return [spec.shape for spec in opening_specs(outer.codec, outer.whole.size, GAUGE_COORDINATES)]
+    return [spec.shape for spec in opening_specs(outer.codec, outer.size, GAUGE_COORDINATES)]
 
 
 def _chunk(life: Life, stage: int) -> torch.Tensor:
@@ -252,7 +252,7 @@ def _chunk(life: Life, stage: int) -> torch.Tensor:
 def _chunks(life: Life, stage: int) -> list[torch.Tensor]:
     """Noise in the shape of a whole exchange."""
     outer = life.workers[stage].outer
-    values, size = outer.codec.values_within(life.spec.limits.chunk_bytes), outer.whole.size
+    values, size = outer.codec.values_within(life.spec.limits.chunk_bytes), outer.size
     counts = [min(values, size - start) for start in range(0, size, values)]
     sizes = [outer.codec.wire_elements(count) for count in counts]
     dtype = outer.codec.wire_dtype
