@@ -20,7 +20,7 @@ from torch import Tensor
 from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.node import journey as node
 from noloco_node.node.replica import Replica
-from noloco_node.outer.replica import OuterReplica, Part
+from noloco_node.outer.replica import OuterReplica
 from noloco_node.pipeline.messages import MicrobatchAnswer, Trained
 from noloco_node.pipeline.server import PipelineServer
 from noloco_node.transport.calls import Reply
@@ -93,11 +93,11 @@ def _poison_gradients(name: str, change: Callable[[Tensor], Tensor]) -> None:
 def _poison_weights(name: str, change: Callable[[Tensor], Tensor]) -> None:
     open_step = OuterReplica.open
 
-    def poisoned(self: OuterReplica, part: Part, *, members: int, weight: float, exchange: str = "") -> None:
+    def poisoned(self: OuterReplica, *, members: int, weight: float, exchange: str = "") -> None:
         if members > 1:
             TALLY.count(name)
-            self.snapshot[part.slice].copy_(change(self.snapshot[part.slice]))
-        open_step(self, part, members=members, weight=weight, exchange=exchange)
+            self.snapshot.copy_(change(self.snapshot))
+        open_step(self, members=members, weight=weight, exchange=exchange)
 
     OuterReplica.open = poisoned
 
