@@ -71,7 +71,7 @@ def exchange(
     """One exchange without its commit. Seconds of one side for what it sends, and for what it takes in."""
     own, other = replicas
     for replica in replicas:
-        replica.open(replica.whole, members=2, weight=1.0, exchange=name)
+        replica.open(members=2, weight=1.0, exchange=name)
     started = clock()
     own.sketch()
     sending = clock() - started

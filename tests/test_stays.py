@@ -31,6 +31,7 @@ from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.placement.balancing import Move
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.traffic import line_needs
+from noloco_node.state_transfer.donor_choice import NoDonor
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
@@ -352,6 +353,38 @@ async def test_who_joined_a_run_that_was_under_way_and_finds_nobody_any_more_kno
         assert await obtain_state(newcomer, stays, None, checkpoints) == "seed"
         assert newcomer.end.begun == (rounds > 0)
         assert looks
+
+
+@pytest.mark.usefixtures("asks_once")
+@pytest.mark.parametrize(
+    ("share", "last", "ended"), [(0.95, "finishing", True), (0.95, "training", False), (0.3, "finishing", False)]
+)
+async def test_who_comes_as_all_leave_at_the_end_hears_of_the_end_whoever_still_answers(
+    share: float, last: str, ended: bool, checkpoints: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its stage peer was gone before it gave its state, and had said nothing of the end. Replicas of the last stage
+    answered still, and said that they were finishing. It was told that nobody gave a state, and to try again."""
+    async with world(micro_spec(stages=2, limits=SHORT), replicas=2, settings=JOINS) as made:
+        newcomer, donor = made.of_stage(0)
+        others = [donor, *made.of_stage(1)]
+        for other in others:
+            _, weights = await other.worker.slow_weights()
+            await other.worker.load_slow_weights(share * other.context.spec.inner.target_tokens, 3, weights)
+            other.pipeline.open()
+            await other.membership.announce(PeerState.TRAINING)
+
+        async def all_leave(donors: Callable[[], Awaitable[object]], _patience: float) -> None:
+            await donor.context.transport.close()
+            for other in made.of_stage(1):
+                await other.membership.announce(PeerState(last))
+            for _ in range(2):
+                newcomer.context.transport.peer_stats.silent(donor.context.transport.peer_id)
+            await donors()
+            raise NoDonor({donor.context.transport.peer_id: "is not there"})
+
+        monkeypatch.setattr(newcomer.copier, "copy_best", all_leave)
+        with pytest.raises(UserError, match="come to its end: it was near" if ended else "gave its state"):
+            await obtain_state(newcomer, stays_in(made, JOINS), None, checkpoints)
 
 
 @pytest.mark.usefixtures("asks_once")

@@ -24,7 +24,7 @@ from noloco_node.config.node_settings import UNCOMPILED, LocalSwarmSettings, Nod
 from noloco_node.config.own_paths import OWN_PATHS, with_own_paths
 from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.config.settings import Settings, new_name, with_new_names
+from noloco_node.config.settings import GONE, Settings, new_name, with_new_names
 from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.config.tokenizer_files import with_tokenizer
 from noloco_node.config.wording import allowed_in_words, did_you_mean, value_in_words
@@ -325,6 +325,8 @@ def _problems(error: ValidationError, raw: object, root: type[Settings]) -> Iter
         if first["type"] == "too_short" and any(other.startswith(f"{setting}[") for other in by_setting):
             continue  # it counts the sound ones only
         match first["type"]:
+            case "extra_forbidden" if setting in GONE:
+                yield Problem(setting, "this release has no such setting any more: delete it")
             case "extra_forbidden":
                 siblings = _known_names(setting.rpartition(".")[0], root)
                 yield Problem(setting, f"there is no such setting; {_suggestion(setting, siblings, root)}")

@@ -23,6 +23,19 @@ RENAMED = {
     "run.limits.guard_seconds": "run.limits.standby_seconds",
 }
 """Names of settings that the release before this one had, and what each is called now."""
+GONE = frozenset(
+    {
+        "node.donor_places",
+        "node.exchange_streams",
+        "node.generate_share",
+        "node.prefetch_bytes",
+        "run.inner.muon_momentum",
+        "run.outer.clip_multiple",
+        "run.outer.fragments",
+        "run.outer.gauge_coordinates",
+    }
+)
+"""Settings that the release before this one had, and that nothing takes the place of."""
 
 
 class Settings(BaseModel):

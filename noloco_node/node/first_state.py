@@ -142,10 +142,8 @@ def _give_up_the_move(replica: Replica, stays: StageLifecycle, error: UserError)
     if ended or error.exit_code is not ExitCode.NO_STATE_SOURCE:
         raise error
     if stays.moving is None:
-        if _stage_has_ended(replica):
-            raise run_has_ended(replica.context.spec, STAGE_HAS_ENDED) from None
-        if (stays.near or _all_are_near(replica)) and not replica.membership.others_there(*SERVING):
-            raise run_has_ended(replica.context.spec, NEAR_AND_NOBODY) from None
+        if why := _why_ended(replica, stays):
+            raise run_has_ended(replica.context.spec, why) from None
         raise error
     logger.warning("could not move to stage %d: %s", replica.stage, error.message)
 
@@ -168,20 +166,20 @@ async def _begin_anew(replica: Replica, stays: StageLifecycle, checkpoints: Chec
     return revived
 
 
-def _all_are_near(replica: Replica) -> bool:
-    """Whether every node that the directory knows is near the run's end, and none is paused: then a state that nobody
-    gives is no loss."""
-    spec, others = replica.context.spec, replica.membership.others()
-    near = near_from(spec.inner.target_tokens, spec.max_lag_tokens)
-    return bool(others) and all(record.clock > near and not record.shown.paused for record in others)
+def _why_ended(replica: Replica, stays: StageLifecycle) -> str:
+    """How this node, to which nobody gave a state, knows that the run came to its end meanwhile; empty if it does not.
 
-
-def _stage_has_ended(replica: Replica) -> bool:
-    """Whether every replica of this stage that the directory knows has trained to the run's end. They have left, and
-    those of other stages are about to."""
-    target = replica.context.spec.inner.target_tokens
-    clocks = [record.clock for record in replica.membership.others() if record.stage == replica.stage]
-    return bool(clocks) and min(clocks) >= target
+    Last words of nodes that have left count, as records outlive their nodes. Nobody who finishes trains any more. Nodes
+    that come have no say, and neither have those that left before the end. A node that is paused will be back.
+    """
+    spec, members = replica.context.spec, replica.membership
+    target, near = spec.inner.target_tokens, near_from(spec.inner.target_tokens, spec.max_lag_tokens)
+    said = [r for r in members.others(*PeerState) if r.clock > 0.0 and (r.finished or r.state is not PeerState.GONE)]
+    here = [record for record in said if record.stage == replica.stage]
+    if here and all(record.finished or record.clock >= target for record in here):
+        return STAGE_HAS_ENDED
+    all_near = bool(said) and all(record.clock > near and not record.shown.paused for record in said)
+    return NEAR_AND_NOBODY if (stays.near or all_near) and not members.others_there(PeerState.TRAINING) else ""
 
 
 def say_that_it_looks(replica: Replica) -> None:

@@ -86,6 +86,8 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
         (["learning_rte=1"], ["did you mean run.inner.learning_rate"]),
         (["node.uplink=20"], ["did you mean node.uplink_mbit?"]),
         (["run.outer.steps=4"], ["did you mean run.outer.inner_steps?"]),
+        (["run.outer.fragments=1"], ["run.outer.fragments: this release has no such setting any more: delete it"]),
+        (["node.generate_share=0.1"], ["node.generate_share: this release has no such setting any more"]),
         (["xyzzy=1"], ["xyzzy", "known here: run, node, local_swarm"]),
         (["run.inner.learning_rate=-1"], ["run.inner.learning_rate", "-1", "greater than 0"]),
         (["run.inner.beta1=fast"], ["run.inner.beta1", "'fast'", "must be a number"]),
