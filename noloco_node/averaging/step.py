@@ -164,7 +164,7 @@ class Averaging(Participant):
         return session if accepted and not crossed else None
 
     async def _accepted(self, session: Session) -> bool:
-        """Propose run, contract, clock and tokens; True if the partner agrees. Both shares in the mean are then fixed."""
+        """Propose run, contract, clock and tokens; True if the partner agrees, which fixes both shares in the mean."""
         side, progress = self.side, self.side.worker.progress
         proposal = Proposal(
             exchange=session.exchange,
