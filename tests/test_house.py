@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_191,
-    "lines of the tests": 61_033,
-    "lines of benchmarks and deploy": 4_922,
+    "lines of the package": 60_013,
+    "lines of the tests": 60_855,
+    "lines of benchmarks and deploy": 4_919,
     "module-level numbers": 503,
     "files of the package": 292,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 390,
+    "kB of Markdown": 389,
     "kB of results in docs": 310,
     "decision records": 40,
 }
