@@ -36,7 +36,7 @@ MOST_BYTES = 1.02
 """The most bytes that these operations read and write, likewise. It is 1.014: a look at a few signs of a gradient is
 counted as one at all of it, which adds 0.01. One more pass over the gradients makes it 1.03."""
 MOST_COMPUTE = 1.6
-"""The most CPU time of the device's thread, as a share of that of plain training, in the best of five rounds.
+"""The most CPU time of the device's thread, as a share of that of plain training, in the best of up to five rounds.
 
 It was 1.00 to 1.31 (all rounds: 1.0 to 1.7), most of it for looks at gradients and copies of weights. These weigh more
 here than in a run, since a microbatch has 64 tokens. A single pass too many is seen by the counts above, twice the time
@@ -173,8 +173,18 @@ async def test_a_token_takes_little_more_cpu_time_in_the_swarm_than_in_one_proce
                     if number % 2:
                         plain.step()
                 alone.append(time.thread_time() - began)
-    # each round beside the plain one of the same moments: what shares the caches comes and goes between rounds
-    later = list(zip(swarm[1:], alone[1:], strict=True))
-    assert min(round.compute / seconds for round, seconds in later) < MOST_COMPUTE
-    assert min(round.beside / seconds for round, seconds in later) < MOST_BESIDE
-    assert sum(round.children for round, _ in later) < MOST_OF_P2PD * sum(alone[1:])
+                if not (left := too_much(swarm[1:], alone[1:])):
+                    break
+    assert not left
+
+
+def too_much(swarm: list[Spent], alone: list[float]) -> list[str]:
+    """What is beyond its bound in the best of these rounds, each beside the plain one of the same moments: what shares
+    the caches comes and goes between rounds."""
+    least = {
+        "compute": min((spent.compute / seconds for spent, seconds in zip(swarm, alone, strict=True)), default=9.0),
+        "beside": min((spent.beside / seconds for spent, seconds in zip(swarm, alone, strict=True)), default=9.0),
+        "p2pd": sum(spent.children for spent in swarm) / sum(alone) if alone else 9.0,
+    }
+    bounds = {"compute": MOST_COMPUTE, "beside": MOST_BESIDE, "p2pd": MOST_OF_P2PD}
+    return [f"{name}: {share:.2f}" for name, share in least.items() if share >= bounds[name]]

@@ -13,7 +13,7 @@ from noloco_node.telemetry.events import InnerStep
 from tests.reference import train, whole_model
 from tests.worlds import Swarm, micro_spec, run_to_the_end, window_batch, world
 
-STEPS = 20
+STEPS = 12
 TOLERANCE = 1e-6
 _TRAINED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ async def final_weights(made: Swarm) -> dict[str, torch.Tensor]:
 
 
 async def run_and_compare(
-    made: Swarm, spec: RunSpec, steps: int = STEPS, learnt: float = 0.1, tolerance: float = TOLERANCE
+    made: Swarm, spec: RunSpec, steps: int = STEPS, learnt: float = 0.05, tolerance: float = TOLERANCE
 ) -> None:
     """Run to the end; every loss and every weight must be that close to ordinary training on the same samples."""
     await run_to_the_end(made)
@@ -61,13 +61,13 @@ async def run_and_compare(
 
 @pytest.mark.parametrize(("stages", "backward"), [(1, "keep"), (2, "recompute"), (4, "keep")])
 async def test_losses_and_weights_equal_single_process_training(stages: int, backward: str) -> None:
-    """Twenty inner steps in fp32, whatever the cut."""
+    """A dozen inner steps in fp32, whatever the cut."""
     spec = micro_spec(layers=4, stages=stages, steps=STEPS, inner={"backward": backward})
     async with world(spec) as made:
         await run_and_compare(made, spec)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 4])
 async def test_muon_and_rates_by_kind_equal_single_process_training(stages: int) -> None:
     """Whatever the cut: a matrix lies in one stage as a whole."""
     rates = {"optimizer": "muon", "embedding_rate": 4.0, "head_rate": 2.0, "norm_rate": 3.0}
@@ -104,9 +104,9 @@ async def test_a_subspace_is_trained_as_an_ordinary_model_made_of_products(
 ) -> None:
     """Eight numbers a token cross each cut both ways, and nothing is lost by it, whatever the cut."""
     subspace = {"subspace_rank": 8, "subspace_last_stage_free": free, "embedding_std": 0.3}
-    spec = micro_spec(layers=4, stages=stages, steps=20, inner={"backward": backward}, subspace=subspace)
+    spec = micro_spec(layers=4, stages=stages, steps=STEPS, inner={"backward": backward}, subspace=subspace)
     async with world(spec) as made:
-        await run_and_compare(made, spec, steps=20, learnt=0.1, tolerance=5e-6)
+        await run_and_compare(made, spec, tolerance=5e-6)
 
 
 @pytest.mark.parametrize(("family", "stages", "backward"), EXPERTS)

@@ -85,7 +85,8 @@ async def test_a_first_stage_is_one_that_the_line_bears_and_a_refused_node_is_wa
     measured, and may come. A line that bears no stage, or has less than the run asks for, is refused before anything is
     announced or copied."""
     spec = micro_spec(stages=4)
-    spec = spec.model_copy(update={"limits": spec.limits.model_copy(update={"least_uplink_mbit": 1e-9})})
+    limits = spec.limits.model_copy(update={"least_uplink_mbit": 1e-9, "chunk_bytes": 4096})
+    spec = spec.model_copy(update={"limits": limits})
     ends, middle = (line_needs(spec, footprint_of(spec))[stage].least_up for stage in (0, 1))
     assert middle > 1.5 * ends
 

@@ -118,7 +118,7 @@ def micro_spec(
         outer=outer or ALONE_IS_NEUTRAL,
         pipeline=pipeline or PipelineSpec(),
         evaluation=EvaluationSpec(every_tokens=batch * steps, windows=4),
-        limits=limits or LimitsSpec(record_seconds=3, grace_seconds=2, chunk_bytes=4096),
+        limits=limits or LimitsSpec(record_seconds=3, grace_seconds=2, chunk_bytes=16384),
     )
 
 

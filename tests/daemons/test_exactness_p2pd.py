@@ -14,7 +14,7 @@ from tests.worlds import libp2p_world, micro_spec
 
 @pytest.mark.daemons
 async def test_two_stages_over_p2pd_equal_single_process_training(tmp_path: Path, temporary: Path) -> None:
-    """Twenty inner steps in fp32 over real streams, the stages having found each other through the DHT."""
+    """A dozen inner steps in fp32 over real streams, the stages having found each other through the DHT."""
     spec = micro_spec(layers=4, stages=2, steps=STEPS)
     async with libp2p_world(spec, tmp_path) as made:
         assert len(p2pd_children()) >= 2
