@@ -90,16 +90,13 @@ LIES: dict[str, Callable[[Tensor], Tensor]] = {
 QUICK_LIES = ("sign turned",)
 
 
-@pytest.mark.parametrize("subspace", [None, IN_SUBSPACE])
 @pytest.mark.parametrize(
     "lie", [lie if lie in QUICK_LIES else pytest.param(lie, marks=pytest.mark.long) for lie in LIES]
 )
 @virtually
-async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(
-    lie: str, subspace: dict[str, object] | None
-) -> None:
+async def test_a_liar_among_three_is_set_aside_by_every_origin_and_nobody_else(lie: str) -> None:
     """After its third contradiction it is set aside while the others live; samples and accounts do not notice."""
-    async with world(near_spec(steps=30, subspace=subspace), replicas=3) as made:
+    async with world(near_spec(steps=30), replicas=3) as made:
         lying(made.of_stage(1)[0], LIES[lie])
         await run_to_the_end(made)
         books = [replica.pipeline.balancer for replica in made.of_stage(0)]
@@ -136,12 +133,11 @@ async def test_a_tail_that_leans_one_way_in_every_answer_is_set_aside_though_aud
     assert not account.audits.get(Finding.CONTRADICTED, 0)
 
 
-@pytest.mark.parametrize("subspace", [None, IN_SUBSPACE])
 @virtually
-async def test_honest_replicas_agree_through_a_whole_run(subspace: dict[str, object] | None) -> None:
+async def test_honest_replicas_agree_through_a_whole_run() -> None:
     """Every microbatch is looked at, beside three stages that average and move, and nobody is ever contradicted,
-    however narrow the numbers are that travel."""
-    spec = near_spec(stages=3, steps=15, subspace=subspace)
+    however few and narrow the numbers are that travel."""
+    spec = near_spec(stages=3, steps=15, subspace=IN_SUBSPACE)
     pipeline = spec.pipeline.model_copy(update={"activations": ("int4",)})
     spec = spec.model_copy(update={"pipeline": pipeline})
     async with world(spec, replicas=3, settings=NodeSettings(in_flight=2)) as made:

@@ -79,40 +79,30 @@ def live_ids(directory: Directory, stage: int, *states: PeerState) -> set[str]:
     return {record.peer_id for record in directory.view.live(stage, directory.now(), *states)}
 
 
-async def test_everyone_sees_everyone_at_their_stage(nodes: Nodes) -> None:
-    """Nobody is seen before the first refresh."""
+async def test_everyone_sees_everyone_until_a_newer_record_or_the_end_of_one(nodes: Nodes) -> None:
+    """Nobody is seen before the first refresh. A newer record wins, also one that was meant to live shorter. A record
+    is live until its expiry as the reader judges it, without any further look-up."""
     for number, (directory, peer) in enumerate(nodes.members):
         assert live_ids(directory, 0) == live_ids(directory, 1) == set()
-        assert await directory.publish(record_of(peer, number % 2), 30)
+        assert await directory.publish(record_of(peer, number % 2, sequence=1), 30)
     ids = [peer for _, peer in nodes.members]
     for directory, _ in nodes.members:
         await directory.refresh()
         assert live_ids(directory, 0) == {ids[0], ids[2]}
         assert live_ids(directory, 1) == {ids[1]}
-
-
-async def test_a_newer_record_replaces_the_older(nodes: Nodes) -> None:
-    """That holds also for one that was meant to live shorter: a withdrawal wins over what it withdraws."""
     (writer, peer), (reader, _), _ = nodes.members
+    now = reader.now()
+    assert len(reader.view.live(0, now + 25)) == 2
+    assert reader.view.live(0, now + 31) == ()
     for sequence, (state, life) in enumerate(
-        [(PeerState.JOINING, 60), (PeerState.TRAINING, 60), (PeerState.GONE, 1)], start=1
+        [(PeerState.JOINING, 60), (PeerState.TRAINING, 60), (PeerState.GONE, 1)], start=2
     ):
         assert await writer.publish(record_of(peer, 0, state, sequence=sequence), life)
         await reader.refresh()
-        [row] = reader.view.stages[0].values()
-        assert (row.record.state, row.record.sequence) == (state, sequence)
-    assert live_ids(reader, 0) == set()
+        record = reader.view.stages[0][peer].record
+        assert (record.state, record.sequence) == (state, sequence)
+    assert live_ids(reader, 0) == {ids[2]}
     assert live_ids(reader, 0, PeerState.GONE) == {peer}
-
-
-async def test_life_is_judged_by_the_reader(nodes: Nodes) -> None:
-    """A record is live until its expiry and not after, without any further look-up."""
-    (writer, peer), (reader, _), _ = nodes.members
-    await writer.publish(record_of(peer), 30)
-    view = await reader.refresh()
-    now = reader.now()
-    assert len(view.live(0, now + 25)) == 1
-    assert view.live(0, now + 31) == ()
 
 
 @pytest.mark.daemons

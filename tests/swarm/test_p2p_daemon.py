@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import glob
+import multiprocessing
 import os
 import signal
 import socket
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -196,32 +197,29 @@ async def test_a_cancelled_close_closes_to_the_end(tmp_path: Path) -> None:
     await daemon.close()
 
 
-NODE = """
-import asyncio, sys
-from pathlib import Path
-from noloco_node.config.node_settings import NodeSettings
-from noloco_node.identity.keys import load_or_create_identity
-from noloco_node.libp2p.start import start_p2p
+def node_of_a_key(key: Path, told: Connection) -> None:
+    """A process that has a p2pd, of which it tells the id, and nothing else."""
 
-async def main():
-    daemon = await start_p2p(NodeSettings(), load_or_create_identity(Path(sys.argv[1])))
-    print(daemon.pid, flush=True)
-    await daemon.wait_until_dead()
-asyncio.run(main())
-"""
+    async def live() -> None:
+        daemon = await start_p2p(NodeSettings(), load_or_create_identity(key))
+        told.send(daemon.pid)
+        await daemon.wait_until_dead()
+
+    asyncio.run(live())
 
 
 async def test_p2pd_dies_with_a_node_that_is_killed(tmp_path: Path) -> None:
     """`kill -9` of the node ends p2pd within moments, and the next node to start clears its sockets away."""
-    environment = {**os.environ, "TMPDIR": tempfile.gettempdir()}
-    node = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", NODE, str(tmp_path / "key"), stdout=asyncio.subprocess.PIPE, env=environment
-    )
-    assert node.stdout is not None
-    p2pd = psutil.Process(int(await node.stdout.readline()))
+    forks = multiprocessing.get_context("fork")  # what it needs is in memory already
+    told, tell = forks.Pipe(duplex=False)
+    node = forks.Process(target=node_of_a_key, args=(tmp_path / "key", tell))
+    node.start()
+    tell.close()
+    p2pd = psutil.Process(await asyncio.to_thread(told.recv))
+    told.close()
     assert p2pd.is_running()
     node.kill()
-    await node.wait()
+    node.join()
     await eventually(lambda: not p2pd.is_running() or p2pd.status() == psutil.STATUS_ZOMBIE, what="p2pd dies too")
     assert len(glob.glob(tempfile.gettempdir() + "/noloco-*")) == 1
     async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as next_one:
