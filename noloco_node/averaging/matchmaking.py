@@ -112,7 +112,6 @@ def answer_proposal(
     own: PeerId,
     dialler: PeerId,
     dialling: PeerId | None,
-    exchange_open: bool,
     too_often: bool,
     steps_since_outer: int,
     window: Window,
@@ -124,8 +123,6 @@ def answer_proposal(
     that this replica has proposed to. If two dial each other, the proposal of the smaller id stands and the other is
     refused as crossed.
     """
-    if exchange_open:
-        return Refusal.BUSY
     if too_often:
         return Refusal.TOO_EARLY
     if dialling is not None:

@@ -123,7 +123,6 @@ class Responder:
             own=side.transport.peer_id,
             dialler=peer,
             dialling=engagement.session.partner if engagement.session else None,
-            exchange_open=False,
             too_often=not weightless and side.partners.too_many(*side.account_of(peer)),
             steps_since_outer=side.window.inner_steps if weightless else progress.steps_since_outer,
             window=side.window,

@@ -118,8 +118,8 @@ LEAVE = Method("outer.leave", LeaveExchange, Nothing, at_once=2)
 
 DEADLINES_OF_GRACE = 2.0
 """An exchange has so many progress deadlines besides, for the wait for the device, its arithmetic, and a late start."""
-STALE_SECONDS, STALE_WINDOWS = 5.0, 1
-"""An opening is refused if it comes later than both after the agreement: seconds, and windows of H inner steps of this
+STALE_SECONDS = 5.0
+"""An opening is refused if it comes later after the agreement than so many seconds, and than H inner steps of this
 replica. Such an opening is of weights from before. Both sides would move by half of what was trained since."""
 NOBODY = PeerId("")
 """A step alone has this id as its partner."""
@@ -248,7 +248,7 @@ def opened_late(session: Session, now: float, steps: int, inner_steps: int) -> s
     The replica has taken so many `steps`; `inner_steps` is H.
     """
     seconds, since = now - session.started, steps - session.agreed_at
-    if seconds <= STALE_SECONDS or since <= STALE_WINDOWS * inner_steps:
+    if seconds <= STALE_SECONDS or since <= inner_steps:
         return None
     return f"stale: opened {seconds:.0f} s and {since} inner steps after the agreement"
 

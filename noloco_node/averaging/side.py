@@ -26,7 +26,7 @@ from noloco_node.averaging.matchmaking import Window
 from noloco_node.averaging.session import Session, abort_event, commit_event, opening_specs
 from noloco_node.directory.clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.outer.clipping import CLIP_MULTIPLE, Judgement, PartnerBound
+from noloco_node.outer.clipping import Judgement, PartnerBound
 from noloco_node.outer.replica import GAUGE_COORDINATES, NotFinite, gauge_coordinates
 from noloco_node.participant import ReplicaContext
 from noloco_node.peers.partners import STRANGERS, Meeting, Partners, ProbationStanding, in_line
@@ -213,7 +213,7 @@ class Side:
         self.worker = worker = context.worker
         self.clocks = clocks
         self.standing = standing
-        self.bound = PartnerBound(CLIP_MULTIPLE)
+        self.bound = PartnerBound()
         self.contract = worker.contract
         self.arithmetic = Arithmetic(transport, worker)
         self.engagement = Engagement()

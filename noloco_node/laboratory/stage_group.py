@@ -18,7 +18,7 @@ from noloco_node.config.lab_spec import Algorithm, WorldSpec
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.laboratory.stacked import StackedStage
-from noloco_node.outer.clipping import CLIP_MULTIPLE, PartnerBound
+from noloco_node.outer.clipping import PartnerBound
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import GAUGE_COORDINATES, OuterReplica, gauge_coordinates
 from noloco_node.outer.update import OuterRule, token_weights
@@ -92,7 +92,7 @@ class StageGroup:
             )
             for row in stage.fast
         ]
-        self._bounds = [PartnerBound(CLIP_MULTIPLE) for _ in self.replicas]
+        self._bounds = [PartnerBound() for _ in self.replicas]
         self._visits = [Partners() for _ in self.replicas]
 
     def bytes_to(self, partners: int) -> int:
@@ -153,7 +153,6 @@ class StageGroup:
             own=self._peers[dialled],
             dialler=self._peers[dialler],
             dialling=None,
-            exchange_open=False,
             too_often=self._visits[dialled].too_many(self._peers[dialler], self._stage_peers),
             steps_since_outer=self._accounts[dialled].progress.steps_since_outer,
             window=self._window,

@@ -31,7 +31,7 @@ exchanges, an honest partner lacks the replica's own noise. That looks as if the
 class DifferenceBound:
     """An adaptive bound on the norm of the difference to a partner.
 
-    The bound is `multiple` × the low median over distinct voices. One voice is each remembered peer's latest
+    The bound is `CLIP_MULTIPLE` × the low median over distinct voices. One voice is each remembered peer's latest
     difference, as much of it as was within the bound. Another is this replica's own motion, the low median over the
     last outer steps in which it had learnt anything; zeros say nothing. One peer is one voice however often it comes.
 
@@ -44,8 +44,7 @@ class DifferenceBound:
     the less the larger it is (decision 6).
     """
 
-    def __init__(self, multiple: float) -> None:
-        self._multiple = multiple
+    def __init__(self) -> None:
         self._latest = PeerTable[str, float](FEW_PEERS)
         self._near = PeerTable[str, None]()
         self._motions: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
@@ -56,7 +55,7 @@ class DifferenceBound:
         `own_motion` is the norm of what this replica itself has learnt since its last outer step
         (`OuterReplica.own_motion`). It must hold nothing that came from partners, or they would raise their own bound.
         """
-        return self._multiple * self.usual(own_motion)
+        return CLIP_MULTIPLE * self.usual(own_motion)
 
     def usual(self, own_motion: float) -> float:
         """What `bound` is a multiple of."""
@@ -137,8 +136,8 @@ class PartnerBound:
     takes back all of it. Put into a few values it ruins a model (decision 6).
     """
 
-    def __init__(self, multiple: float) -> None:
-        self.difference = DifferenceBound(multiple)
+    def __init__(self) -> None:
+        self.difference = DifferenceBound()
         self._regress = Regress()
 
     def judge(self, replica: OuterReplica, peer: str, *, stage_peers: int) -> Judgement:

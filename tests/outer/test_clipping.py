@@ -27,7 +27,7 @@ def rule_of(momentum: str) -> OuterRule:
 
 def test_peers_that_have_not_moved_do_not_lower_the_bound() -> None:
     """Zeros say nothing about distances."""
-    bound = DifferenceBound(3.0)
+    bound = DifferenceBound()
     for peer in ("a", "b", "c"):
         bound.accept(peer, 0.0, math.inf)
     assert bound.bound(2.0) == 6.0
@@ -42,7 +42,7 @@ def test_beyond_the_bound_a_difference_moves_the_less_the_larger_it_is() -> None
     moved: dict[str, list[float]] = {"stranger": [], "stage_peer": []}
     for norm in (3.0, 9.0, 30.0, 300.0):
         for peer, norms in moved.items():
-            bound = DifferenceBound(MULTIPLE)
+            bound = DifferenceBound()
             bound.accept("stage_peer", 1.0, MULTIPLE)
             bound.accept("stranger", norm, MULTIPLE)
             norms.append(norm * bound.scale(peer, norm, 1.0))
@@ -52,7 +52,7 @@ def test_beyond_the_bound_a_difference_moves_the_less_the_larger_it_is() -> None
 
 def test_whoever_has_learnt_nothing_is_moved_by_nobody() -> None:
     """Without an own motion a partner would be its own measure, and could raise it exponentially."""
-    bound = DifferenceBound(3.0)
+    bound = DifferenceBound()
     assert bound.scale("loud", 7.0, 0.0) == 0.0
     for _ in range(100):
         norm = 10.0 * bound.bound(0.0)
@@ -63,7 +63,7 @@ def test_whoever_has_learnt_nothing_is_moved_by_nobody() -> None:
 
 def test_steps_without_learning_do_not_make_a_replica_forget_its_measure() -> None:
     """A partner that comes again and again while the replica does not train stays within four times the own motion."""
-    bound = DifferenceBound(3.0)
+    bound = DifferenceBound()
     bound.scale("loud", 1.0, 1.0)
     for _ in range(100):
         allowed = bound.bound(0.0)
@@ -74,7 +74,7 @@ def test_steps_without_learning_do_not_make_a_replica_forget_its_measure() -> No
 
 def test_one_peer_is_one_voice() -> None:
     """However often it comes, the low median over it and the own motion stays at the smaller of the two."""
-    bound = DifferenceBound(3.0)
+    bound = DifferenceBound()
     for _ in range(100):
         bound.accept("loud", 1e9, math.inf)
     assert bound.bound(1.0) == 3.0
@@ -83,7 +83,7 @@ def test_one_peer_is_one_voice() -> None:
 @pytest.mark.parametrize(("claim", "factor"), [(1e9, 4.0), (1e-9, 0.25)])
 def test_a_crowd_of_one_mind_moves_the_bound_by_a_factor_of_four(claim: float, factor: float) -> None:
     """Neither may identities without number raise it for good, nor lower it until nobody honest is heard."""
-    bound = DifferenceBound(3.0)
+    bound = DifferenceBound()
     for number in range(1000):
         bound.accept(f"identity {number}", claim, math.inf)
     assert bound.bound(1.0) == 3.0 * factor
@@ -91,7 +91,7 @@ def test_a_crowd_of_one_mind_moves_the_bound_by_a_factor_of_four(claim: float, f
 
 def test_one_short_step_does_not_shut_out_the_partners() -> None:
     """The last step of a run may follow after a single inner step: the own motion is that of the last eight steps."""
-    bound = DifferenceBound(3.0)
+    bound = DifferenceBound()
     for _ in range(8):
         bound.scale("loud", 1.0, 1.0)
     assert bound.bound(0.01) == 3.0
@@ -144,7 +144,7 @@ def test_one_hostile_step_moves_a_replica_by_the_bound_and_by_its_momentum(
     monkeypatch.setattr(clipping, "_GROSS", math.inf)
     start, moved = vectors(2, torch.float32, size=BLOCK)
     victim, twin = (replica_of(rule_of(momentum), start, fast=start + 0.01 * moved) for _ in range(2))
-    bound = DifferenceBound(MULTIPLE)
+    bound = DifferenceBound()
     bound.accept("evil", 0.0, math.inf)
     allowed = receive(victim, PAYLOADS[attack], bound, "evil")
     step_alone(twin)
@@ -180,7 +180,7 @@ def test_two_hundred_hostile_rounds_do_not_raise_the_bound(momentum: str, attack
     """A hostile partner comes in every round, under one name or many. The bound stays at the replica's own motion (a
     crowd: four times that). The way it is pushed stays within the sum of the bounds over 1 − α."""
     generator = torch.Generator().manual_seed(4)
-    victim, bound = replica_of(rule_of(momentum), torch.ones(BLOCK)), DifferenceBound(MULTIPLE)
+    victim, bound = replica_of(rule_of(momentum), torch.ones(BLOCK)), DifferenceBound()
     spent: list[float] = []
     fastest = 0.02 * (2 * BLOCK) ** 0.5 * 1.1  # a step of 1 and noise of 1 in every weight
     for number in range(200):
@@ -199,7 +199,7 @@ def test_honest_partners_pull_an_attacked_replica_back(momentum: str, attack: st
     """Every other round hostile: no further from the stage peers than a few bounds, after 120 rounds as after 30."""
     generator = torch.Generator().manual_seed(5)
     group = [replica_of(rule_of(momentum), torch.ones(BLOCK)) for _ in range(6)]
-    bounds = [PartnerBound(MULTIPLE) for _ in group]
+    bounds = [PartnerBound() for _ in group]
     away: list[float] = []
     spent: list[float] = []
     for number in range(120):
@@ -231,7 +231,7 @@ def test_honest_partners_are_not_clipped(momentum: str, speeds: str, alone: floa
     """
     generator = torch.Generator().manual_seed(6)
     group = [replica_of(rule_of(momentum), torch.ones(BLOCK)) for _ in range(8)]
-    bounds = [PartnerBound(MULTIPLE) for _ in group]
+    bounds = [PartnerBound() for _ in group]
     seen: list[Judgement] = []
     for number in range(100):
         for place, replica in enumerate(group):

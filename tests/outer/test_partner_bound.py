@@ -55,7 +55,7 @@ def distance_after(way: Way | None) -> Tensor:
     generator = torch.Generator().manual_seed(3)
     first = torch.ones(2 * BLOCK)
     group = [replica_of(RULE, first) for _ in range(HONEST)]
-    bounds = [PartnerBound(3.0) for _ in group]
+    bounds = [PartnerBound() for _ in group]
     for number in range(ROUNDS):
         for replica in group:
             learn(replica, generator)

@@ -163,7 +163,7 @@ async def test_an_opening_that_stood_still_while_the_partner_trained_changes_not
         async with asyncio.timeout(60):
             await held.wait()
         assert right.pipeline.origin is not None
-        for _ in range(exchange.STALE_WINDOWS * RULE.inner_steps + 1):
+        for _ in range(RULE.inner_steps + 1):
             await right.pipeline.origin.train_one()
         before = [await state_of(replica) for replica in (left, right)]
         release.set()

@@ -61,7 +61,7 @@ def test_two_halves_that_were_apart_come_together(size: int, apart: float) -> No
     learning that way; averaging at random brings them together against it."""
     generator, rng = torch.Generator().manual_seed(size), random.Random(size)
     group = [replica_of(RULE, torch.ones(BLOCK)) for _ in range(2 * size)]
-    bounds = [PartnerBound(3.0) for _ in group]
+    bounds = [PartnerBound() for _ in group]
     ways = torch.randn(2, BLOCK, generator=generator) * 0.55 * 0.02
 
     def rounds(number: int) -> float:
