@@ -129,7 +129,7 @@ def on_device(codec: Codec, size: int, device: torch.device) -> dict[str, float 
     same = True
     for number in range(EXCHANGES):
         spent = sum(exchange(replicas, str(number)))
-        coding = codec.coding(str(number), 0, size, [each.sketch() for each in replicas])
+        coding = codec.coding(str(number), size, [each.sketch() for each in replicas])
         wires = [each.encoded_chunk(0) for each in replicas]
         there = coding.difference(*(wire.to(device) for wire in wires), 0)
         same &= torch.equal(there.to("cpu"), -coding.difference(wires[1], wires[0], 0))

@@ -206,9 +206,9 @@ class Session:
         self.last_progress = ambient.monotonic()
 
 
-def opening_specs(codec: Codec, size: int, coordinates: int) -> tuple[TensorSpec, ...]:
+def opening_specs(codec: Codec, size: int) -> tuple[TensorSpec, ...]:
     """What must travel at the opening of an exchange of `size` weights: what `Side.open` gives."""
-    gauge, sketch = gauge_coordinates("", size, coordinates).numel(), codec.sketch_elements(size)
+    gauge, sketch = gauge_coordinates("", size).numel(), codec.sketch_elements(size)
     return tuple(TensorSpec("fp32", (elements,)) for elements in (gauge, sketch) if elements)
 
 

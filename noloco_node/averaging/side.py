@@ -27,7 +27,7 @@ from noloco_node.averaging.session import Session, abort_event, commit_event, op
 from noloco_node.directory.clocks import PeerClocks
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.outer.clipping import Judgement, PartnerBound
-from noloco_node.outer.replica import GAUGE_COORDINATES, NotFinite, gauge_coordinates
+from noloco_node.outer.replica import NotFinite, gauge_coordinates
 from noloco_node.participant import ReplicaContext
 from noloco_node.peers.partners import STRANGERS, Meeting, Partners, ProbationStanding, in_line
 from noloco_node.telemetry.events import OuterStep
@@ -250,13 +250,13 @@ class Side:
         if the codec needs one, the sketch."""
         outer = self.worker.outer
         outer.open(members=2, weight=session.weight, exchange=session.exchange)
-        gauge = outer.snapshot[gauge_coordinates(session.exchange, outer.size, GAUGE_COORDINATES)]
+        gauge = outer.snapshot[gauge_coordinates(session.exchange, outer.size)]
         sketch = outer.sketch()
         return (gauge, sketch) if sketch.numel() else (gauge,)
 
     def opening_specs(self) -> tuple[TensorSpec, ...]:
         """The shapes and types of the tensors that travel at the opening."""
-        return opening_specs(self.worker.outer.codec, self.worker.outer.size, GAUGE_COORDINATES)
+        return opening_specs(self.worker.outer.codec, self.worker.outer.size)
 
     def refuse_laggards(self, peer: PeerId, claimed: float, *, newcomer: bool = False) -> None:
         """Raise Refused if one of the two lags.

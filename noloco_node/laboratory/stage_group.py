@@ -20,7 +20,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.laboratory.stacked import StackedStage
 from noloco_node.outer.clipping import PartnerBound
 from noloco_node.outer.codec import CODECS
-from noloco_node.outer.replica import GAUGE_COORDINATES, OuterReplica, gauge_coordinates
+from noloco_node.outer.replica import OuterReplica, gauge_coordinates
 from noloco_node.outer.update import OuterRule, token_weights
 from noloco_node.peers.partners import Partners
 from noloco_node.training.progress import Progress
@@ -101,7 +101,7 @@ class StageGroup:
         payload = self.replicas[0].codec.wire_bytes(size) * self._world.tensors_sent
         if self._everyone:  # a ring all-reduce
             return round(2 * partners / (partners + 1) * payload)
-        gauge = 4 * gauge_coordinates("", size, GAUGE_COORDINATES).numel()
+        gauge = 4 * gauge_coordinates("", size).numel()
         return (payload + gauge) * partners
 
     def tick(self, now: int) -> None:

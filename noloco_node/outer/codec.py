@@ -41,8 +41,7 @@ class Coding(Protocol):
     """The codec of one exchange, both sides' sketches known.
 
     A chunk is a flat tensor of values; `start` is its place in the stage's vector. It begins at a multiple of the
-    codec's `granule` from the exchanged range's start, and ends at one or at the end of that range. What is made of
-    tensors lies where they lie.
+    codec's `granule`, and ends at one or at the end of the vector. What is made of tensors lies where they lie.
     """
 
     def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:
@@ -121,16 +120,16 @@ class Codec:
             return torch.empty(0)
         return decoupled_sketch(exchange, values) if self.decoupled else sketch_of(exchange, values)
 
-    def coding(self, exchange: str, start: int, end: int, sketches: Sequence[Tensor]) -> Coding:
-        """The coding of the exchange of that name over the values [start, end).
+    def coding(self, exchange: str, size: int, sketches: Sequence[Tensor]) -> Coding:
+        """The coding of the exchange of that name over a vector of `size` values.
 
         `sketches` come from all members, in any order (empty for codecs that are not modulo).
         """
         if self.decoupled:
             motion: Motion = Waves() if self.name == "dct" else Signs(exchange)
-            return DecoupledCodes(self.bits, self.range_in_deviations, motion, exchange, sketches, start, end)
+            return DecoupledCodes(self.bits, self.range_in_deviations, motion, exchange, sketches, size)
         if self.modulo:
-            return ModuloCodes(self.bits, self.range_in_deviations, exchange, sketches, start, end)
+            return ModuloCodes(self.bits, self.range_in_deviations, exchange, sketches, size)
         return _Rounded(self.wire_dtype)
 
 

@@ -180,15 +180,14 @@ class DecoupledCodes:
         motion: Motion,
         exchange: str,
         sketches: Sequence[Tensor],
-        start: int,
-        end: int,
+        size: int,
     ) -> None:
         self._exchange = exchange
         self._motion = motion
         self._bits = bits
-        self._start, self._end = start, end
-        groups = math.ceil((end - start) / BLOCK / GROUP)
-        self._codes = ModuloCodes(bits, range_in_deviations, exchange, sketches, 0, groups * BLOCK)
+        self._size = size
+        groups = math.ceil(size / BLOCK / GROUP)
+        self._codes = ModuloCodes(bits, range_in_deviations, exchange, sketches, groups * BLOCK)
 
     def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:
         """See `Coding`."""
@@ -198,7 +197,7 @@ class DecoupledCodes:
         size = decoupled_bytes(len(rows), self._bits, self._motion.bytes_per_block)
         wire = torch.empty(size, dtype=torch.uint8, device=rows.device)
         codes, motion = self._parts(wire, len(whole))
-        codes.copy_(self._codes.encode(rows[whole].flatten(), self._place(start)))
+        codes.copy_(self._codes.encode(rows[whole].flatten(), start // GROUP))
         for piece in pieces_of(len(moving), rows.device):
             places = moving[piece]
             motion[piece] = self._motion.encode(rows[places].sub_(pulls[places]).to(torch.float32))
@@ -206,11 +205,11 @@ class DecoupledCodes:
 
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
         """See `Coding`."""
-        count = min(self._end - start, self._blocks(len(own)) * BLOCK)
+        count = min(self._size - start, self._blocks(len(own)) * BLOCK)
         whole, moving = _kinds(self._exchange, math.ceil(count / BLOCK), other.device)
         (codes, motion), (own_codes, own_motion) = (self._parts(wire, len(whole)) for wire in (other, own))
         rows = torch.empty(len(whole) + len(moving), BLOCK, device=other.device)
-        rows[whole] = self._codes.difference(codes, own_codes, self._place(start)).view(-1, BLOCK)
+        rows[whole] = self._codes.difference(codes, own_codes, start // GROUP).view(-1, BLOCK)
         for piece in pieces_of(len(moving), other.device):
             rows[moving[piece]] = self._motion.difference(motion[piece], own_motion[piece])
         return rows.flatten()[:count]
@@ -221,7 +220,7 @@ class DecoupledCodes:
         (codes, motion), (own_codes, own_motion) = (self._parts(wire, int(whole.sum())) for wire in (other, own))
         place = torch.where(whole, whole.cumsum(0), (~whole).cumsum(0))[blocks] - 1
         crossed, moved = whole[blocks].nonzero().squeeze(1), (~whole[blocks]).nonzero().squeeze(1)
-        square, seen = self._codes.measured(codes, own_codes, self._place(start), place[crossed])
+        square, seen = self._codes.measured(codes, own_codes, start // GROUP, place[crossed])
         rows, looked_at = torch.empty(len(blocks), BLOCK, device=other.device), place[moved].to(other.device)
         rows[crossed.to(other.device)] = seen.view(-1, BLOCK)
         rows[moved.to(other.device)] = self._motion.difference(motion[looked_at], own_motion[looked_at])
@@ -232,9 +231,6 @@ class DecoupledCodes:
         [n, bytes]."""
         codes = whole * BLOCK * self._bits // 8
         return wire[:codes], wire[codes:].view(-1, self._motion.bytes_per_block)
-
-    def _place(self, start: int) -> int:
-        return (start - self._start) // GROUP
 
     def _blocks(self, wire: int) -> int:
         """The inverse of `decoupled_bytes`."""

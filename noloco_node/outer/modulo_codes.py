@@ -111,14 +111,13 @@ class ModuloCodes:
         range_in_deviations: float,
         exchange: str,
         sketches: Sequence[Tensor],
-        start: int,
-        end: int,
+        size: int,
     ) -> None:
         self._bits = bits
         self._steps = _steps(bits, range_in_deviations, sketches)
         self._seed = seed_of(f"dither/{exchange}")
         self._signs = _signs_of(exchange)
-        self._start, self._end = start, end
+        self._size = size
 
     def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """See `Coding`."""
@@ -139,7 +138,7 @@ class ModuloCodes:
         rows = torch.empty(moved.shape, device=moved.device)
         for piece in pieces_of(len(moved), moved.device):
             rows[piece] = self._decoded(moved[piece], steps[piece])
-        return rows.flatten()[: self._end - start]
+        return rows.flatten()[: self._size - start]
 
     def measured(self, other: Tensor, own: Tensor, start: int, blocks: Tensor) -> tuple[float, Tensor]:
         """See `Coding`: the rotation keeps the sum of the squares, so the codes say it."""
@@ -174,7 +173,7 @@ class ModuloCodes:
         return codes.to(torch.int32).to(torch.uint8)  # by way of int32 it is modulo 256
 
     def _steps_of(self, start: int, blocks: int) -> Tensor:
-        first = (start - self._start) // BLOCK
+        first = start // BLOCK
         return self._steps[first : first + blocks, None]
 
 

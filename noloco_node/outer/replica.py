@@ -159,7 +159,7 @@ class OuterReplica:
             raise ValueError(f"sketches of {[len(sketch) for sketch in sketches]} values do not fit together")
         if not all(map(all_finite, sketches)):
             raise NotFinite("a sketch holds NaN or infinity")
-        self._coding = self.codec.coding(self._exchange, 0, self.size, sketches)
+        self._coding = self.codec.coding(self._exchange, self.size, sketches)
 
     def encoded_chunk(self, index: int) -> Tensor:
         """Q(s_i) of a chunk, as it travels. Codes are kept until the step is over, so that what the difference is taken
@@ -368,13 +368,13 @@ GAUGE_COORDINATES = 1 << 16
 SHARE_OF_STAGE = 512
 
 
-def gauge_coordinates(seed: str, size: int, count: int) -> Tensor:
+def gauge_coordinates(seed: str, size: int) -> Tensor:
     """Coordinates (int64, drawn with replacement) of a vector of `size` weights, the same for all that know `seed`.
 
     They are at most 1/512 of the weights, so that in fp32 the gauge stays a small part of an exchange, by signs as
     well.
     """
-    count = max(1, min(count, size // SHARE_OF_STAGE))
+    count = max(1, min(GAUGE_COORDINATES, size // SHARE_OF_STAGE))
     digest = hashlib.blake2b(seed.encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     return torch.randint(size, (count,), generator=generator)

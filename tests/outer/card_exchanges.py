@@ -67,7 +67,7 @@ def a_step(codec: CodecName, card: Card | None, sketches: list[Tensor]) -> tuple
 def differences(codec: CodecName, wires: list[list[Tensor]], sketches: list[Tensor], card: Card) -> dict[str, Any]:
     """Both sides of each chunk, one on the card."""
     same = opposite = True
-    coding = CODECS[codec].coding("e", 0, SIZE, sketches)
+    coding = CODECS[codec].coding("e", SIZE, sketches)
     for index, (own, other) in enumerate(zip(*wires, strict=True)):
         start = index * 16 * BLOCK
         with card.beside():

@@ -43,7 +43,7 @@ def test_both_sides_find_the_same_difference_and_bytes_are_as_promised(
     codec, name = CODECS[codec_name], str(seed)
     pair, pulls = vectors(2, torch.float32, seed, size), vectors(2, torch.float32, seed + 1000, size)
     sketches = [codec.sketch(name, values) for values in pair]
-    coding = codec.coding(name, 0, size, sketches)
+    coding = codec.coding(name, size, sketches)
     wires = [coding.encode(values, 0, pull) for values, pull in zip(pair, pulls, strict=True)]
     there, back = coding.difference(wires[1], wires[0], 0), coding.difference(wires[0], wires[1], 0)
     assert there.shape == (size,)
@@ -176,19 +176,19 @@ def test_the_spread_shrinks_by_the_window_alone(codec: CodecName) -> None:
 
 @pytest.mark.parametrize("name", BOTH)
 def test_cutting_into_chunks_of_whole_groups_changes_nothing(name: CodecName) -> None:
-    """The bits are equal in one piece and by groups of blocks, also for one that begins later. The window's
-    blocks, which lie a thousandth apart, are right in every group."""
-    codec, start = CODECS[name], 7 * BLOCK
+    """The bits are equal in one piece and by groups of blocks. The window's blocks, which lie a thousandth apart, are
+    right in every group."""
+    codec = CODECS[name]
     own, apart = vectors(2, torch.float32, 3, SIZE)
     other = own + 1e-3 * apart
-    coding = codec.coding("e", start, start + SIZE, [codec.sketch("e", own), codec.sketch("e", other)])
+    coding = codec.coding("e", SIZE, [codec.sketch("e", own), codec.sketch("e", other)])
 
     def found(chunk: int) -> Tensor:
         arrived: list[Tensor] = []
         for first in range(0, SIZE, chunk):
             part = slice(first, first + chunk)
-            wires = [coding.encode(values[part], start + first, values[part]) for values in (other, own)]
-            arrived.append(coding.difference(wires[0], wires[1], start + first))
+            wires = [coding.encode(values[part], first, values[part]) for values in (other, own)]
+            arrived.append(coding.difference(wires[0], wires[1], first))
         return torch.cat(arrived)
 
     whole = found(3 * GROUP * BLOCK)

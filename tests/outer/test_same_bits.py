@@ -65,7 +65,7 @@ def wires(name: CodecName) -> tuple[Any, list[Tensor]]:
     codec = CODECS[name]
     own, apart, pull = vectors(3, torch.float32, 5, SIZE)
     values = [own, own + 0.01 * apart]
-    coding = codec.coding("e", 0, SIZE, [codec.sketch("e", each) for each in values])
+    coding = codec.coding("e", SIZE, [codec.sketch("e", each) for each in values])
     return coding, [coding.encode(each, 0, pull) for each in values]
 
 
@@ -105,7 +105,7 @@ def told(name: CodecName) -> str:
         if name == "sign":  # scales are numbers of a usual size
             motion = each[3 * BLOCK // 2 :].view(-1, BLOCK // 8 + 2)
             motion[:, -2:] = torch.full((len(motion), 1), 0.37, dtype=torch.bfloat16).view(torch.uint8)
-    coding = CODECS[name].coding("e", 0, SIZE, [torch.arange(8.0).repeat(64)[: len(s)] for s in _sketches(name)])
+    coding = CODECS[name].coding("e", SIZE, [torch.arange(8.0).repeat(64)[: len(s)] for s in _sketches(name)])
     return hashlib.sha256(coding.difference(made[0], made[1], 0).numpy().tobytes()).hexdigest()
 
 

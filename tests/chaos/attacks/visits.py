@@ -15,7 +15,6 @@ from noloco_node.averaging import session as exchange_messages
 from noloco_node.averaging.session import opening_specs
 from noloco_node.directory import records_call
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.outer.replica import GAUGE_COORDINATES
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.activations import encode
 from noloco_node.state_transfer.fetch import OPEN as STATE_OPEN
@@ -240,7 +239,7 @@ async def _proposed(life: Life, attack: str, victim: Victim) -> str | None:
 
 def _opening_shapes(life: Life, stage: int) -> list[tuple[int, ...]]:
     outer = life.workers[stage].outer
-    return [spec.shape for spec in opening_specs(outer.codec, outer.size, GAUGE_COORDINATES)]
+    return [spec.shape for spec in opening_specs(outer.codec, outer.size)]
 
 
 def _chunk(life: Life, stage: int) -> torch.Tensor:
