@@ -13,8 +13,6 @@ import numpy.typing as npt
 
 from noloco_node.outer import Momentum
 
-_RESOLUTION = 1e-6
-
 
 def mixing_share(group_size: int, replicas: int | None, paired_share: float = 1.0) -> float:
     """c·q: the share of a deviation's variance that one round of averaging removes. `replicas` None means very many.
@@ -85,7 +83,7 @@ def admissible_gamma(
         c = mixing_share(group_size, replicas)
         return 0.0, 2 * (1 - alpha * alpha) / (1 + alpha - 2 * alpha * c)
     low, high = 0.0, 4.0  # at γ = 4 the first diagonal entry alone exceeds 1 for every c > 0
-    while high - low > _RESOLUTION:
+    while high - low > 1e-6:
         middle = (low + high) / 2
         shrinks = contraction_factor(alpha, middle, group_size=group_size, replicas=replicas, momentum=momentum) < 1.0
         low, high = (middle, high) if shrinks else (low, middle)
