@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_001,
-    "lines of the tests": 60_847,
+    "lines of the package": 59_999,
+    "lines of the tests": 60_827,
     "lines of benchmarks and deploy": 4_919,
-    "module-level numbers": 504,
+    "module-level numbers": 503,
     "files of the package": 292,
     "files of the package below 60 lines": 34,
     "kB of Markdown": 389,
