@@ -20,12 +20,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "mlp_only_layers": [1], **_TRAINED},
     "mixtral": {"num_local_experts": 4, **_TRAINED},
 }
-EXPERTS = [
-    ("qwen3_moe", 1, "keep"),
-    ("qwen3_moe", 2, "recompute"),
-    ("qwen3_moe", 4, "keep"),
-    ("mixtral", 3, "checkpoint"),
-]
+EXPERTS = [("qwen3_moe", 2, "recompute"), ("qwen3_moe", 4, "keep"), ("mixtral", 3, "checkpoint")]
 
 
 async def fast_weights(replica: Replica) -> dict[str, torch.Tensor]:

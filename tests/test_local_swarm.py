@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.daemons, pytest.mark.timeout(240)]
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
 ENDLESS = "run.inner.target_tokens=1_000_000_000"
+SHORT = "run.inner.target_tokens=24_576"
 TWO_NODES = (ENDLESS, "local_swarm.replicas=1")
 
 
@@ -107,7 +108,7 @@ def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
 ) -> None:
     """Exit code 0, a model that transformers can load, figures that agree with each other, a report, a sample."""
     folder = tmp_path / "run"
-    launcher = LauncherProcess(folder, temporary)
+    launcher = LauncherProcess(folder, temporary, SHORT)
     launched.append(launcher)
     code, output = launcher.end(within=200)
     assert code == ExitCode.OK, output
@@ -126,10 +127,10 @@ def test_a_swarm_trains_to_its_end_and_leaves_what_it_promised(
         account = last_account(read_events(folder / "nodes" / name / "events.jsonl"))
         carried = account.bytes_sent["microbatches"] + account.bytes_received["microbatches"]
         assert account.bytes_nearby > 0.9 * carried > 0, "nodes of one machine talk without p2pd"
-    assert summary.tokens < 1.1 * 49_152, "all began together, so the clock is what was trained"
+    assert summary.tokens < 1.1 * 24_576, "all began together, so the clock is what was trained"
     assert summary.validation_loss is not None
     assert summary.validation_loss_merged is not None
-    assert summary.validation_loss_merged < 4.5
+    assert summary.validation_loss_merged < 5.2
     assert summary.validation_loss_merged < summary.validation_loss + 0.05
     page = (folder / "report/report.html").read_text(encoding="utf-8")
     assert f"{summary.validation_loss_merged:.4f}" in page

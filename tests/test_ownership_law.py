@@ -1,4 +1,5 @@
-"""An object's state is written where its class is: a protocol that sets a field of another's object shares an owner."""
+"""An object's state is written where its class is: a protocol that sets a field of another's object shares an owner. So
+is a transport called where its answers are judged."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import tree_of
+from tests.sources import nodes_of, tree_of
 
 PACKAGE = Path(__file__).parent.parent / "noloco_node"
 ROOMS = ("averaging", "state_transfer", "placement")
 """Those that keep the law. What others still write from outside has one writer each."""
+
+RAW_CALL = {"transport/interface", "transport/calls"}
+MAY_VIOLATE = {"transport/libp2p", "transport/memory", "transport/calls"}
 
 FILES = [path for room in ROOMS for path in sorted((PACKAGE / room).rglob("*.py"))]
 
@@ -61,3 +65,23 @@ def test_the_law_sees_what_it_looks_for() -> None:
     text = f"{own}def grow(row: Row, other: object) -> None:\n    row.size += 1\n    other.open = True\n"
     assert foreign(ast.parse(text)) == ["other.open"]
     assert len(FILES) > 12
+
+
+def _uses(path: Path) -> tuple[bool, bool]:
+    """Whether a file calls a transport by itself, and whether it makes ProtocolViolations."""
+    raw = violates = False
+    for node in nodes_of(path):
+        if isinstance(node, ast.Attribute) and node.attr == "call":
+            raw = raw or ast.unparse(node.value).endswith("transport")
+        if isinstance(node, ast.Call):
+            raw = raw or any(keyword.arg == "max_answer_bytes" for keyword in node.keywords)
+            violates = violates or ast.unparse(node.func).endswith("ProtocolViolation")
+    return raw, violates
+
+
+def test_nobody_else_calls_a_transport_or_says_what_breaks_the_protocol() -> None:
+    """So no caller can forget to judge: what it finds wrong itself is a `BadAnswer`, which fails loudly unbooked."""
+    uses = {path.relative_to(PACKAGE).with_suffix("").as_posix(): _uses(path) for path in PACKAGE.rglob("*.py")}
+    assert {name for name, (raw, _) in uses.items() if raw} <= RAW_CALL
+    assert {name for name, (_, violates) in uses.items() if violates} <= MAY_VIOLATE
+    assert uses["transport/calls"] == (True, True), "the law sees what it looks for"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -28,13 +27,9 @@ from noloco_node.transport.errors import BrokenStream, ProtocolViolation, Refusa
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec, WireModel, parse
-from tests.sources import nodes_of
 from tests.worlds import World, micro_spec, peer_name, trainer_of, world
 
 HOSTILE = PeerId("a-hostile-stage peer")
-PACKAGE = Path(__file__).parents[2] / "noloco_node"
-RAW_CALL = {"transport/interface", "transport/calls"}
-MAY_VIOLATE = {"transport/libp2p", "transport/memory", "transport/calls"}
 
 Turn = Callable[[Message], Awaitable[Message]]
 
@@ -280,23 +275,3 @@ async def test_rubbish_of_a_stranger_is_booked_whoever_asked(method: str) -> Non
     assert asking.conduct.offences == {"bad_answer": 1}
     await asking.close()
     await answering.close()
-
-
-def _uses(path: Path) -> tuple[bool, bool]:
-    """Whether a file calls a transport by itself, and whether it makes ProtocolViolations."""
-    raw = violates = False
-    for node in nodes_of(path):
-        if isinstance(node, ast.Attribute) and node.attr == "call":
-            raw = raw or ast.unparse(node.value).endswith("transport")
-        if isinstance(node, ast.Call):
-            raw = raw or any(keyword.arg == "max_answer_bytes" for keyword in node.keywords)
-            violates = violates or ast.unparse(node.func).endswith("ProtocolViolation")
-    return raw, violates
-
-
-def test_nobody_else_calls_a_transport_or_says_what_breaks_the_protocol() -> None:
-    """So no caller can forget to judge: what it finds wrong itself is a `BadAnswer`, which fails loudly unbooked."""
-    uses = {path.relative_to(PACKAGE).with_suffix("").as_posix(): _uses(path) for path in PACKAGE.rglob("*.py")}
-    assert {name for name, (raw, _) in uses.items() if raw} <= RAW_CALL
-    assert {name for name, (_, violates) in uses.items() if violates} <= MAY_VIOLATE
-    assert uses["transport/calls"] == (True, True), "the law sees what it looks for"

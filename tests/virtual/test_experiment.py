@@ -45,11 +45,14 @@ def sweep(**more: Any) -> dict[str, Any]:
 
 
 def run(lab: dict[str, Any], folder: Path, work: Train | None = None) -> tuple[list[Result], list[Finished]]:
-    """The results of an experiment, and what was told while it ran. Without `work` this process trains."""
+    """The results of an experiment, and what was told while it ran. Without `work` this process trains. Workers are
+    forked: what they import is in memory already."""
     told: list[Finished] = []
     config = made.config(lab)
     journal = Journal(folder / "runs.jsonl")
+    forking = multiprocessing.get_context("fork")
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(multiprocessing, "get_context", lambda _: forking)
         if work is None:
             patched.setattr(experiment, "Workers", Here)
         return Experiment(config.lab, expand(config), journal, told.append, work or made.made_training).run(), told
@@ -168,6 +171,7 @@ def test_a_worker_that_is_killed_ends_the_experiment_with_a_remedy(tmp_path: Pat
 async def test_workers_end_with_the_command_however_it_ends(tmp_path: Path, sent: signal.Signals) -> None:
     """Ctrl-C reaches the whole group, as from a terminal, and has its exit code; a killed parent leaves none behind."""
     command = ["lab", str(made.MICRO), "--out", str(tmp_path / "out"), "--set", "run.inner.target_tokens=50_000_000"]
+    command += ["--set", "lab.workers=1"]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "noloco_node", *command),
         start_new_session=True,
@@ -177,7 +181,7 @@ async def test_workers_end_with_the_command_however_it_ends(tmp_path: Path, sent
     try:
         parent = psutil.Process(process.pid)
         await eventually(
-            lambda: sum(child.cpu_times().user > 1.0 for child in parent.children()) == 2, 60, "two workers", every=0.1
+            lambda: any(child.cpu_times().user > 1.0 for child in parent.children()), 60, "a worker", every=0.1
         )
         workers = parent.children()
         if sent == signal.SIGINT:
