@@ -223,17 +223,28 @@ async def test_who_comes_back_far_behind_to_a_lost_stage_takes_a_copy_that_is_fu
             assert progress.outer_rounds == 1
 
 
-async def test_who_comes_back_far_behind_goes_on_from_its_checkpoint_where_nobody_kept_a_copy(tmp_path: Path) -> None:
-    """That holds also if its checkpoint cannot be read a second time."""
+@pytest.mark.parametrize("older_on_disk", [False, True])
+async def test_who_comes_back_far_behind_goes_on_from_its_checkpoint_where_nobody_kept_a_copy(
+    tmp_path: Path, older_on_disk: bool
+) -> None:
+    """That holds also if its checkpoint cannot be read a second time. A full disk kept an older one than what this node
+    resumed from memory: that older one took its place."""
     async with trained_world(keepers=0, giving=3) as (made, (_, _, _, newcomer), _):
         _, first = await newcomer.worker.slow_weights()
         await lose(made, 2)
+        checkpoints = CheckpointFolder(tmp_path, 1)
+        if older_on_disk:
+            await newcomer.worker.load_slow_weights(0.5, 1, first + 0.5)
+            with CheckpointKeeper(newcomer, checkpoints, lambda _: None, NodeSettings()) as keeper:
+                await keeper.save()
         await newcomer.worker.load_slow_weights(1.0, 1, first + 1.0)
         spec, settings, transport = newcomer.context.spec, newcomer.context.settings, newcomer.context.transport
         stays = StageLifecycle(spec, settings, footprint_of(spec), transport, MemoryDirectory(made.hub))
         saved = -1e9
-        assert await obtain_state(newcomer, stays, saved, CheckpointFolder(tmp_path, 1)) == "checkpoint"
-        assert torch.equal((await newcomer.worker.slow_weights())[1], first + 1.0)
+        assert await obtain_state(newcomer, stays, saved, checkpoints) == "checkpoint"
+        progress, slow = await newcomer.worker.slow_weights()
+        assert progress.clock == 1.0
+        assert torch.equal(slow, first + 1.0)
 
 
 async def test_a_checkpoint_of_other_sizes_is_no_copy_of_the_stage(

@@ -95,9 +95,10 @@ async def revive_if_lost(
     None if a stage peer serves it, and in a swarm before its first outer step.
 
     The states that are left are the copies that nodes keep, and this node's own checkpoint of an earlier stay (`saved`,
-    called off the event loop). `first` gives the run's first weights, if the replica has others already. One failed
-    look-up must not bring forth untrained weights beside trained ones. Unless the loss is `confirmed`, the stage must
-    therefore be seen empty for the life of a record.
+    called off the event loop). `first` gives the run's first weights, if the replica was resumed from what this node
+    had: that state then stands in place of `saved`, which may be older. One failed look-up must not bring forth
+    untrained weights beside trained ones. Unless the loss is `confirmed`, the stage must therefore be seen empty for
+    the life of a record.
 
     If several nodes come at once, the one with the smallest peer id restores the stage, and the others wait for it. A
     seeded stage's clock is 0: should a stage peer appear after all, it is this replica that lags and takes the other's
@@ -120,23 +121,24 @@ async def revive(
     """Load what is left of this replica's stage, or keep its seeded weights: as `revive_if_lost`, which finds out
     whether the stage is lost."""
     stage = membership.stage
-    checkpoint = _that_fits(await ambient.elsewhere(saved), worker)
-    beyond = -1.0 if checkpoint is None else checkpoint.standing.progress.clock
-    began = (await worker.slow_weights())[1] if first is None else await first()
-    had = None if checkpoint is None else checkpoint.tensors["slow"]
+    checkpoint = None if first is not None else _that_fits(await ambient.elsewhere(saved), worker)
+    progress, slow = await worker.slow_weights()
+    began, beyond, had = slow, -1.0, None
+    if first is not None:
+        began, beyond, had = await first(), progress.clock, slow
+    elif checkpoint is not None:
+        beyond, had = checkpoint.standing.progress.clock, checkpoint.tensors["slow"]
     there = membership.others_there(*SERVING)
     reached = median_low(record.clock for record in there) if there else math.inf
     copy = await copies.newest(stage, membership.others(), began, beyond=beyond, own=had, reached=reached)
-    if copy is None and checkpoint is not None:
-        await worker.load_full_state(beyond, checkpoint.standing.progress.outer_rounds, checkpoint.tensors)
+    if copy is None and had is not None:
+        if checkpoint is not None:
+            await worker.load_full_state(beyond, checkpoint.standing.progress.outer_rounds, checkpoint.tensors)
         logger.warning(
-            "stage %d was restored from this node's own checkpoint %s at %s tokens: nobody served it any more",
+            "stage %d was restored from this node's own checkpoint at %s tokens: nobody served it any more",
             stage,
-            checkpoint.path,
             f"{beyond:,.0f}",
         )
-        return "checkpoint"
-    if copy is None and first is not None:
         return "checkpoint"
     if copy is None:
         if lacks_first_weights(spec):
