@@ -176,6 +176,7 @@ class StageLifecycle:
     async def resting(self, stage: int) -> AsyncGenerator[None]:
         """Announce this node as paused at `stage` while the block runs; meanwhile it gives nobody a copy."""
         self.copies.gives = False
+        self.copies.let_go()
         try:
             async with self.arrival.announced(stage, PeerState.DRAINING):
                 yield
@@ -239,6 +240,7 @@ class StageLifecycle:
     def departs(self) -> int:
         """The stage that `move` names; the stay at the present one is over."""
         assert self.move is not None
+        self.copies.let_go()
         self._came_from = self.stage, self.move
         stage, self.move = self.move.stage, None
         return stage

@@ -205,6 +205,7 @@ class StageCopies:
     async def keep(self, membership: Membership, worker: StageWorker, pace: _Pace = unpaced) -> None:
         """During one stay give copies of this stage, those in full precision at this `pace`. Also keep a copy of
         another stage if the run asks for it."""
+        self.let_go()
         self._own, self._pace = (membership.stage, worker), pace
         try:
             while True:
@@ -213,10 +214,14 @@ class StageCopies:
                 seconds = self._spec.limits.standby_seconds * (1.0 if renewed else RETRY_SHARE)
                 await asyncio.sleep(seconds * self._rng.uniform(0.8, 1.2))
         finally:
+            # Who reads may read on, as long as this node is there: a broken link may have lost the last chunk.
             self._own, self._pace = None, unpaced
             self._collectors.clear()
-            for given in self._given.values():
-                given.clear()
+
+    def let_go(self) -> None:
+        """Give nobody any more what was copied of the own stage, and free its disk."""
+        for given in self._given.values():
+            given.clear()
 
     async def hand_over(self, seconds: float) -> None:
         """After this replica's last step: wait until each peer that has collected its weights before has the last ones
@@ -373,7 +378,7 @@ class StageCopies:
     def _admit(self, _peer: PeerId, request: CopyRequest) -> None:
         if request.run != self._spec.run_id:
             raise Refused(Refusal.WRONG_RUN)
-        if not self.gives or (self._own is None and self.kept is None):
+        if not self.gives or (self._own is None and self.kept is None and not request.root):
             raise Refused(Refusal.DRAINING)
 
     def _tend(self) -> None:

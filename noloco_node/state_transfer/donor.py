@@ -96,8 +96,9 @@ class StateDonor(Participant):
         self.accepting = True
 
     def shut(self) -> None:
-        """Give it to nobody from now on; a reader that has begun goes on."""
+        """Give it to nobody from now on; a reader that has begun goes on, and there is no pace to measure any more."""
         self.accepting = False
+        self.rate.giving.set()
 
     def drain(self) -> None:
         """A leaving node gives its state as long as it is there: it may be the last of its stage."""
@@ -118,8 +119,10 @@ class StateDonor(Participant):
         self._held = None
         self._readers.clear()
 
-    def _admit(self, _peer: PeerId, request: StateRequest) -> None:
-        if not self.accepting:
+    def _admit(self, peer: PeerId, request: StateRequest) -> None:
+        held = self._held
+        goes_on = held is not None and held.manifest.snapshot == request.snapshot and self._readers.has_place(peer)
+        if not self.accepting and not goes_on:
             raise Refused(Refusal.DRAINING)
         check_addressed(
             run=request.run,

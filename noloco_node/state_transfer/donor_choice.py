@@ -30,6 +30,7 @@ from noloco_node.state_transfer.fetch import (
     fetch_state,
     load_download,
     new_download,
+    open_state,
     packed_size,
 )
 from noloco_node.state_transfer.rate import WHOLE_SECONDS
@@ -214,8 +215,9 @@ class StateCopier:
         DiskFull; the replica is unchanged then."""
         try:
             offer = await self._ask(donor)  # there must be something to come before there is room made for it
-            if offer.readers >= offer.places:
-                raise Refused(Refusal.BUSY, "others read its state")
+            if offer.readers >= offer.places:  # only who asks for the state waits for a place
+                size = packed_size(self._worker.state_sizes())
+                await open_state(self._transport, donor, self._request(), size, self._spec.limits)
             download = await ambient.elsewhere(new_download, self._spec, self._worker, self._folder)
             manifest = await self._copy(donor, download, others)
         except Refused as error:
@@ -253,8 +255,10 @@ class StateCopier:
 
     async def _ask(self, donor: PeerId) -> StateOffer:
         """What one donor can give. Raises Refused or TransportError."""
-        request = StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
-        return await call(self._transport, donor, OFFER, request, seconds=QUESTION_SECONDS)
+        return await call(self._transport, donor, OFFER, self._request(), seconds=QUESTION_SECONDS)
+
+    def _request(self) -> StateRequest:
+        return StateRequest(run=self._spec.run_id, stage=self._stage, contract=self._worker.contract)
 
     def _note(self, search: _Search, donor: PeerId, error: Refused | TransportError) -> None:
         reason = str(error) or repr(error)

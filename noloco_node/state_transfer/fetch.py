@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from torch import Tensor
 
 from noloco_node import PROTOCOL_VERSION, ambient
-from noloco_node.config.run_spec import RunSpec
+from noloco_node.config.run_spec import LimitsSpec, RunSpec
 from noloco_node.config.settings import canonical_json
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.finite import all_finite
@@ -315,7 +315,7 @@ async def fetch_state(
     """
     request = StateRequest(run=spec.run_id, stage=stage, contract=worker.contract, snapshot=download.snapshot)
     limit = spec.limits.exchange_progress_seconds
-    manifest, digests = await _open(transport, donor, request, download, limit)
+    manifest, digests = await open_state(transport, donor, request, download.size, spec.limits)
     download.snapshot = manifest.snapshot
     pending = download.missing(digests)
     width = Width(limit, 1) if after_a_stop else Width(limit)
@@ -354,22 +354,23 @@ async def fetch_state(
     return manifest
 
 
-async def _open(
-    transport: Transport, donor: PeerId, request: StateRequest, download: Download, limit: float
+async def open_state(
+    transport: Transport, donor: PeerId, request: StateRequest, size: int, limits: LimitsSpec
 ) -> tuple[StateManifest, list[bytes]]:
-    """What the donor says of its copy, and the digests of its chunks."""
+    """What the donor says of its copy, `size` bytes, and the digests of its chunks. A donor that refuses as busy has
+    this node wait for a place from then on."""
     answer = await ask(
         transport,
         donor,
         OPEN,
         request,
-        specs=(TensorSpec("u8", (download.chunks, DIGEST_BYTES)),),
+        specs=(TensorSpec("u8", (math.ceil(size / limits.chunk_bytes), DIGEST_BYTES)),),
         # The donor's snapshot and its hashing come before the answer.
-        seconds=3 * limit,
-        progress=limit,
+        seconds=3 * limits.exchange_progress_seconds,
+        progress=limits.exchange_progress_seconds,
     )
     with judging(transport, donor, OPEN.name):
-        return read_manifest(transport, donor, answer, request, size=download.size)
+        return read_manifest(transport, donor, answer, request, size=size)
 
 
 async def load_download(

@@ -73,12 +73,13 @@ class Readers:
 
     def enter(self, peer: PeerId, now: float) -> bool:
         """Give `peer` a place, or keep it at its own; False where there is none for it, and then it waits."""
-        if peer not in self._readers:
+        reader = self._readers.get(peer)
+        if reader is None or len(reader.had) >= self._chunks:
             reading = self.reading(now)
             if len(reading) + self._before(peer, now) >= self._places:
                 return self._wait(peer, now)
-            if len(self._readers) >= self._places:
-                del self._readers[next(each for each in self._readers if each not in reading)]
+            if reader is None and len(self._readers) >= self._places:
+                del self._readers[min(self._readers, key=lambda each: self._readers[each].paid_until)]
             self._readers[peer] = _Reader(now + 2.0 * self._patience)
         self._waiting.pop(peer, None)
         return True
@@ -93,7 +94,7 @@ class Readers:
         pays = min(self._patience, max(fair, WHOLE_SECONDS / self._chunks))
         reader.paid_until = min(max(now, reader.paid_until) + pays, now + 2.0 * self._patience)
         if len(reader.had) >= self._chunks:
-            del self._readers[peer]
+            reader.paid_until = -math.inf  # it reads on until its place is wanted: a broken link may have lost a chunk
 
     def _before(self, peer: PeerId, now: float) -> int:
         """How many wait for longer than `peer`."""

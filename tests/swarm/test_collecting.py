@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,17 @@ from noloco_node.exporting.gathered import far_behind
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.cut import cut_model
 from noloco_node.model.export import load_exported
-from noloco_node.state_transfer.copies import CopyManifest
+from noloco_node.sizing.footprint import footprint_of
+from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.state_transfer.copies import COPY_CHUNK, CopyManifest, CopyRequest, ask_for_copy, fetch_slow
 from noloco_node.storage.weights import save_stage
+from noloco_node.transport.calls import ask
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.memory import MemoryTransport
+from noloco_node.transport.messages import TensorSpec
 from tests.memory_directory import MemoryDirectory
-from tests.support import eventually
+from tests.support import alongside, eventually, one_turn
 from tests.test_exporting_live import OUTSIDER, Trained, mean_slow, same, shifted, trained
 
 
@@ -130,6 +135,30 @@ async def test_a_node_waits_at_its_end_for_a_collector_that_lacks_its_last_weigh
         assert not ends[0].done()
         await collector.collect(8)
         await asyncio.wait_for(ends[0], 20)
+
+
+async def test_the_last_chunk_may_be_asked_for_once_more_when_its_giver_trains_no_more() -> None:
+    """A giver takes a copy for collected as it gives the last chunk, and leaves. If the link broke under that, the
+    reader was told that it leaves, and had nothing. Nobody begins to read then, and a pause lets go of it all."""
+    async with trained() as swarm:
+        replica, reader = swarm.made.replicas[0], MemoryTransport(swarm.made.network, OUTSIDER)
+        spec, giver = replica.context.spec, PeerId("giver-number-one")
+        sizes = footprint_of(spec).parameters
+        copies, size = StageCopies(spec, sizes, MemoryTransport(swarm.made.network, giver), random.Random(0)), sizes[0]
+        copies.serve()
+        async with alongside(copies.keep(replica.membership, replica.worker)):
+            await one_turn()
+            manifest = await fetch_slow(spec, 0, reader, giver, torch.empty(size), lambda _: None)
+        last = (size - 1) // (spec.limits.chunk_bytes // 4)
+        request = CopyRequest(run=spec.run_id, stage=0, root=manifest.root, index=last, precision="fp32")
+        part = torch.empty(size - last * (spec.limits.chunk_bytes // 4))
+        answer = await ask(reader, giver, COPY_CHUNK, request, specs=(TensorSpec.of(part),), seconds=5.0)
+        assert torch.equal(answer.tensors[0], (await replica.worker.slow_weights())[1][-len(part) :])
+        with pytest.raises(Refused, match="draining"):
+            await ask_for_copy(spec, 0, reader, giver, size, precision="fp32", seconds=5.0)
+        copies.let_go()
+        with pytest.raises(Refused, match="unknown_snapshot"):
+            await ask(reader, giver, COPY_CHUNK, request, specs=(TensorSpec.of(part),), seconds=5.0)
 
 
 async def test_a_model_outlives_stages_that_are_of_another_time(

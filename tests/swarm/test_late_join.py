@@ -411,6 +411,40 @@ async def test_a_laggard_without_room_on_its_disk_goes_on_says_so_once_and_catch
         assert len(caught_up(made)) == 1
 
 
+async def test_a_laggard_that_finds_all_places_taken_has_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It read in the offer that its donor was full, and asked for nothing. Whoever came later had the place before it,
+    again and again."""
+    monkeypatch.setattr(state_donor, "DONOR_PLACES", 1)
+    async with donors_and_joiner(1) as (made, laggard):
+        donor, asks = made.replicas[0].donor, state_messages.StateRequest.model_validate(request_of(laggard).header)
+        await donor.handle_open(READER, asks)
+        for peer in (laggard.copier.copy_from(FIRST), donor.handle_open(THIRD, asks)):
+            with pytest.raises(Refused, match="serves no more"):
+                await peer
+        donor._readers.begin(1)  # the reader is gone
+        with pytest.raises(Refused, match="serves no more"):
+            await donor.handle_open(THIRD, asks)
+        await laggard.copier.copy_from(FIRST)
+        assert await is_copy_of(laggard, made.replicas[0])
+
+
+async def test_a_reader_that_has_begun_comes_to_its_end_while_its_donor_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that saves before it ends refused each further chunk as `draining`. Nobody begins anew with it."""
+    async with donors_and_joiner(1) as (made, joiner):
+        donor = made.replicas[0].donor
+        came = count_chunks(joiner.context.transport, monkeypatch)
+        joining = asyncio.create_task(become_current(joiner))
+        await eventually(lambda: len(came) >= 5, what="some chunks came")
+        assert not joining.done()
+        donor.rate.giving.clear()
+        donor.shut()
+        assert await joining == FIRST
+        assert await is_copy_of(joiner, made.replicas[0])
+        with pytest.raises(Refused) as refused:
+            await joiner.copier.copy_from(FIRST)
+        assert refused.value.reason is Refusal.DRAINING
+
+
 async def test_a_laggard_makes_no_room_while_its_donor_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every few seconds it took the room of a whole state, and gave it back as it heard `busy`; macOS writes it all. A
     place that it has itself keeps it from nothing."""
@@ -770,7 +804,7 @@ def place_is_taken_at(step: float, *, rate: float, chunks: int, wanted: bool = T
     readers.begin(chunks)
     assert readers.enter(READER, 0.0)
     now, index, asks = 0.0, 0, 0.0
-    while readers.has_place(READER):
+    while readers.has_place(READER) and index < chunks:
         now = min(index * step, asks)
         if now == asks:
             asks += 4.0
@@ -840,3 +874,21 @@ def test_who_waited_longest_comes_first_and_not_who_asks_most_often() -> None:
     readers.begin(100)  # the joiner is gone
     assert not readers.enter(PeerId("fourth"), 44.0)
     assert readers.enter(READER, 41.0 + WAIT_SECONDS + 1.0), "who asks no more is not waited for"
+
+
+def test_who_has_had_all_chunks_may_ask_once_more_until_its_place_is_wanted() -> None:
+    """The link may break within the last one. It loses its place before a reader that lags, and to whoever comes; where
+    it begins anew it has a place like anybody else."""
+    readers = Readers(2, 20.0, MB)
+    readers.begin(1)
+    assert readers.enter(READER, 0.0)
+    assert readers.enter(THIRD, 0.0)
+    readers.gave(THIRD, 0, 1.0, MB)
+    assert readers.has_place(THIRD)
+    assert readers.reading(1.0) == [READER]
+    assert readers.renew(READER, 1.0), "nobody reads besides"
+    assert readers.enter(JOINER, 50.0), "the other lags by now"
+    assert [readers.has_place(each) for each in (READER, THIRD, JOINER)] == [True, False, True]
+    readers.gave(JOINER, 0, 51.0, MB)
+    assert readers.enter(JOINER, 51.0)
+    assert readers.reading(52.0) == [JOINER]
