@@ -27,7 +27,6 @@ from noloco_node.state_transfer.copies import (
     DTYPES,
     OPEN_COPY,
     CopyManifest,
-    CopyOffer,
     CopyPrecision,
     CopyRequest,
     StageCopy,
@@ -38,7 +37,7 @@ from noloco_node.state_transfer.copies import (
     sign_copy,
     two_faced,
 )
-from noloco_node.state_transfer.fetch import DiskMemory
+from noloco_node.state_transfer.fetch import DiskMemory, SignedManifest
 from noloco_node.state_transfer.rate import MOST_WAITING, WHOLE_SECONDS, longest_reading
 from noloco_node.tallies import PeerTable
 from noloco_node.training.frozen_state import FrozenState, Thawed
@@ -357,7 +356,9 @@ class StageCopies:
             return None
         return manifest
 
-    async def _open(self, peer: PeerId, stage: int, limit: float, attempts: int = 1) -> tuple[CopyManifest, CopyOffer]:
+    async def _open(
+        self, peer: PeerId, stage: int, limit: float, attempts: int = 1
+    ) -> tuple[CopyManifest, SignedManifest]:
         size = self._parameters[stage]
         return await ask_for_copy(self._spec, stage, self._transport, peer, size, seconds=limit, attempts=attempts)
 
@@ -385,7 +386,7 @@ class StageCopies:
         for given in self._given.values():
             given.tend(ambient.monotonic())
 
-    async def _handle_open(self, peer: PeerId, request: CopyRequest) -> CopyOffer:
+    async def _handle_open(self, peer: PeerId, request: CopyRequest) -> SignedManifest:
         return (await self._copy_of(request.stage, peer, request.precision)).offer
 
     async def _handle_chunk(self, peer: PeerId, request: CopyRequest) -> Reply[Nothing]:

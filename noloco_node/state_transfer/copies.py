@@ -16,19 +16,18 @@ from statistics import median_low
 from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.config.settings import canonical_json
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.state_transfer.fetch import DiskMemory
+from noloco_node.state_transfer.fetch import DiskMemory, ReplicaManifest, SignedManifest, opened, sealed
 from noloco_node.state_transfer.rate import longest_reading
 from noloco_node.transport.calls import CHUNK_ATTEMPTS, BadAnswer, Method, Nothing, ask, call, judging
 from noloco_node.transport.errors import DeadlinePassed
 from noloco_node.transport.interface import Transport
-from noloco_node.transport.messages import ClockValue, PeerName, Rounds, RunName, StageIndex, TensorSpec, WireModel
+from noloco_node.transport.messages import RunName, StageIndex, TensorSpec, WireModel
 
 ALIKE = 0.5
 """Two copies are alike if the one further from the run's first weights has at least this share of the other's way
@@ -47,26 +46,11 @@ CopyPrecision = Literal["fp16", "fp32"]
 DTYPES: dict[CopyPrecision, torch.dtype] = {"fp16": torch.float16, "fp32": torch.float32}
 
 
-class CopyManifest(WireModel):
-    """Describes one copy of one replica's slow weights. That replica signs it."""
+class CopyManifest(ReplicaManifest):
+    """Describes one copy of a replica's slow weights, which are `size` numbers. `root` is the hash over all of them. By
+    it a copy is asked for: what it names nobody can choose."""
 
-    source: PeerName
-    run: RunName
-    stage: StageIndex
-    clock: ClockValue
-    outer_rounds: Rounds
-    size: Annotated[int, Field(gt=0, le=1 << 44)]
-    """Weights."""
     precision: CopyPrecision = "fp16"
-    root: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Hash over all of them, as hex. By it a copy is asked for: what it names nobody can choose."""
-
-
-class CopyOffer(WireModel):
-    """A manifest as text, and its source's seal over that text as hex."""
-
-    manifest: Annotated[str, Field(max_length=4096)]
-    seal: Annotated[str, Field(max_length=8192, pattern=r"^([0-9a-f]{2})+$")]
 
 
 @dataclass(slots=True)
@@ -74,7 +58,7 @@ class StageCopy:
     """Slow weights of one stage, [parameters], as their source has signed them."""
 
     manifest: CopyManifest
-    offer: CopyOffer
+    offer: SignedManifest
     weights: Tensor
     memory: DiskMemory | None = None
     """Where on the disk the weights lie; None for those in the machine's memory."""
@@ -113,22 +97,15 @@ def sign_copy(
     transport: Transport, manifest: CopyManifest, weights: Tensor, memory: DiskMemory | None = None
 ) -> StageCopy:
     """This node's own copy, signed."""
-    text = canonical_json(manifest.model_dump(mode="json"))
-    offer = CopyOffer(manifest=text, seal=transport.sign(text.encode()).hex())
-    return StageCopy(manifest, offer, weights, memory)
+    return StageCopy(manifest, sealed(transport, manifest), weights, memory)
 
 
 def read_offer(
-    transport: Transport, offer: CopyOffer, *, run: str, stage: int, size: int, precision: CopyPrecision = "fp16"
+    transport: Transport, offer: SignedManifest, *, run: str, stage: int, size: int, precision: CopyPrecision = "fp16"
 ) -> CopyManifest:
     """The manifest of an offer. Raises BadAnswer unless its source has signed it, for this run, stage, size and
     precision."""
-    try:
-        manifest = CopyManifest.model_validate_json(offer.manifest)
-    except ValidationError as error:
-        raise BadAnswer(f"bad manifest of a copy: {error.error_count()} errors") from None
-    if not transport.signed_by(PeerId(manifest.source), bytes.fromhex(offer.seal), offer.manifest.encode()):
-        raise BadAnswer("the copy's manifest is not signed by its source")
+    manifest = opened(transport, CopyManifest, offer)
     if (manifest.run, manifest.stage, manifest.size, manifest.precision) != (run, stage, size, precision):
         raise BadAnswer("the copy is of another run, stage, size or precision")
     return manifest
@@ -214,7 +191,7 @@ class CopyRequest(WireModel):
     precision: CopyPrecision = "fp16"
 
 
-OPEN_COPY = Method("copy.open", CopyRequest, CopyOffer)
+OPEN_COPY = Method("copy.open", CopyRequest, SignedManifest)
 COPY_CHUNK = Method("copy.chunk", CopyRequest, Nothing, at_once=2)
 
 
@@ -228,7 +205,7 @@ async def ask_for_copy(
     precision: CopyPrecision = "fp16",
     seconds: float,
     attempts: int = 1,
-) -> tuple[CopyManifest, CopyOffer]:
+) -> tuple[CopyManifest, SignedManifest]:
     """What `peer` gives of a stage of so many weights, asked for `attempts` times where the link fails. Raises Refused
     or TransportError; ProtocolViolation, booked against it, where it is none."""
     request = CopyRequest(run=spec.run_id, stage=stage, precision=precision)

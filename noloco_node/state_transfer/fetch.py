@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 from pydantic import Field, ValidationError
@@ -45,6 +45,7 @@ from noloco_node.transport.errors import DeadlinePassed
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import (
     ClockValue,
+    PeerName,
     ProtocolVersion,
     Rounds,
     RunName,
@@ -52,6 +53,8 @@ from noloco_node.transport.messages import (
     TensorSpec,
     WireModel,
 )
+
+M = TypeVar("M", bound="ReplicaManifest")
 
 DIGEST_BYTES = 16
 
@@ -77,24 +80,28 @@ class StateOffer(WireModel):
     """Readers that it serves at once."""
 
 
-class StateManifest(WireModel):
-    """Describes one snapshot of one replica. Its donor signs it; the digests of the chunks travel beside it."""
+class ReplicaManifest(WireModel):
+    """Describes what a replica gives of itself at one moment. It signs this."""
 
-    source: Annotated[str, Field(max_length=128)]
+    source: PeerName
     run: RunName
     stage: StageIndex
-    contract: Annotated[str, Field(max_length=64)]
-    snapshot: Annotated[str, Field(max_length=32)]
     clock: ClockValue
     outer_rounds: Rounds
     size: Annotated[int, Field(gt=0, le=1 << 44)]
-    """Bytes of the whole state."""
-    root: Annotated[str, Field(max_length=64)]
-    """Hash over the digests of all chunks in order, as hex."""
+    root: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class StateManifest(ReplicaManifest):
+    """Describes one snapshot of a whole state, of `size` bytes. The digests of the chunks travel beside it; `root` is
+    the hash over them in order, as hex."""
+
+    contract: Annotated[str, Field(max_length=64)]
+    snapshot: Annotated[str, Field(max_length=32)]
 
 
 class SignedManifest(WireModel):
-    """A manifest as text, and its donor's seal over that text as hex. With it travel the digests, u8 [chunks, 16]."""
+    """A manifest as text, and its source's seal over that text as hex."""
 
     manifest: Annotated[str, Field(max_length=4096)]
     seal: Annotated[str, Field(max_length=8192, pattern=r"^([0-9a-f]{2})+$")]
@@ -115,10 +122,26 @@ def root_of(digests: Tensor) -> str:
     return hashlib.blake2b(digests.numpy().tobytes(), digest_size=32).hexdigest()
 
 
-def sign_manifest(transport: Transport, manifest: StateManifest, digests: Tensor) -> Reply[SignedManifest]:
-    """A manifest as it travels: its text, the donor's seal over that text, and the digests u8 [chunks, 16]."""
+def sealed(transport: Transport, manifest: ReplicaManifest) -> SignedManifest:
+    """This node's own manifest as it travels."""
     text = canonical_json(manifest.model_dump(mode="json"))
-    return Reply(SignedManifest(manifest=text, seal=transport.sign(text.encode()).hex()), (digests,))
+    return SignedManifest(manifest=text, seal=transport.sign(text.encode()).hex())
+
+
+def opened(transport: Transport, kind: type[M], signed: SignedManifest) -> M:
+    """The manifest of an answer. Raises BadAnswer unless the source that it names has signed it."""
+    try:
+        manifest = kind.model_validate_json(signed.manifest)
+    except ValidationError as error:
+        raise BadAnswer(f"bad manifest: {error.error_count()} errors") from None
+    if not transport.signed_by(PeerId(manifest.source), bytes.fromhex(signed.seal), signed.manifest.encode()):
+        raise BadAnswer("the manifest is not signed by its source")
+    return manifest
+
+
+def sign_manifest(transport: Transport, manifest: StateManifest, digests: Tensor) -> Reply[SignedManifest]:
+    """The answer that gives a manifest and the digests u8 [chunks, 16]."""
+    return Reply(sealed(transport, manifest), (digests,))
 
 
 def read_manifest(
@@ -128,14 +151,9 @@ def read_manifest(
 
     Raises BadAnswer unless `donor` itself signed it, for what was asked, over exactly these digests.
     """
-    text, seal = answer.header.manifest, answer.header.seal
-    try:
-        manifest = StateManifest.model_validate_json(text)
-    except ValidationError as error:
-        raise BadAnswer(f"bad manifest: {error.error_count()} errors") from None
-    signed = transport.signed_by(donor, bytes.fromhex(seal), text.encode())
-    if not signed or manifest.source != donor:
-        raise BadAnswer("the manifest is not signed by the state source")
+    manifest = opened(transport, StateManifest, answer.header)
+    if manifest.source != donor:
+        raise BadAnswer("the manifest is another peer's and not the state source's")
     asked = (request.run, request.stage, request.contract)
     if (manifest.run, manifest.stage, manifest.contract) != asked:
         raise BadAnswer("the manifest is of another run, stage or contract")

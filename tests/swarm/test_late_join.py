@@ -115,7 +115,7 @@ async def join_until_the_first_has_failed(made: World, joiner: Replica, *, hones
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda h: {"manifest": h["manifest"].replace('"clock":', '"clock":9')}, "not signed by the state source"),
+        (lambda h: {"manifest": h["manifest"].replace('"clock":', '"clock":9')}, "not signed by its source"),
         (lambda _: {"seal": None}, "bad SignedManifest: seal"),
     ],
 )
@@ -145,7 +145,7 @@ async def test_a_manifest_that_another_peer_signed_is_refused() -> None:
         asked = state_messages.StateRequest.model_validate(request_of(joiner).header)
         stolen = await second.donor.handle_open(joiner.context.transport.peer_id, asked)
         forge(first, lambda _: stolen.header.model_dump())
-        assert "not signed by the state source" in await join_until_the_first_has_failed(made, joiner)
+        assert "is another peer's and not the state source's" in await join_until_the_first_has_failed(made, joiner)
 
 
 def first_claims(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from noloco_node.identity.invitations import Grant, Proof
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import copies as copy_messages
 from noloco_node.state_transfer import fetch as state_messages
-from noloco_node.state_transfer.copies import CopyManifest, CopyOffer, CopyPrecision
+from noloco_node.state_transfer.copies import CopyManifest, CopyPrecision
 from noloco_node.transport.calls import NOTHING, Method, Nothing
 from noloco_node.transport.messages import Message, WireModel, encode_envelope
 from noloco_node.transport.streams import FramedStream
@@ -81,11 +81,13 @@ def _state_manifest() -> str:
     return state_messages.canonical_json(manifest.model_dump(mode="json"))
 
 
-def _copy_offer(precision: CopyPrecision) -> CopyOffer:
+def _copy_offer(precision: CopyPrecision) -> state_messages.SignedManifest:
     manifest = CopyManifest(
         source=PEER, run=RUN, stage=1, clock=4096.0, outer_rounds=7, size=2048, precision=precision, root=ROOT
     )
-    return CopyOffer(manifest=state_messages.canonical_json(manifest.model_dump(mode="json")), seal=SEAL)
+    return state_messages.SignedManifest(
+        manifest=state_messages.canonical_json(manifest.model_dump(mode="json")), seal=SEAL
+    )
 
 
 def _copy_request(**more: Any) -> copy_messages.CopyRequest:
