@@ -7,6 +7,7 @@ keepers. It gives what it keeps to a node that restores that stage. Both use the
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import random
@@ -14,7 +15,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from noloco_node import ambient
@@ -33,14 +33,14 @@ from noloco_node.state_transfer.copies import (
     ask_for_copy,
     choose_copy,
     chunks_of_copy,
-    root_digest,
+    root_of_weights,
     sign_copy,
     two_faced,
 )
-from noloco_node.state_transfer.fetch import DiskMemory, SignedManifest
+from noloco_node.state_transfer.fetch import DiskMemory, SignedManifest, pack
 from noloco_node.state_transfer.rate import MOST_WAITING, WHOLE_SECONDS, longest_reading
 from noloco_node.tallies import PeerTable
-from noloco_node.training.frozen_state import FrozenState, Thawed
+from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import ASKED_AT_ONCE, CHUNK_ATTEMPTS, NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
@@ -64,8 +64,6 @@ OFFER_SECONDS, OFFER_ATTEMPTS = 10.0, 2
 goes on from."""
 COPIES_COMPARED = 3
 """The number of strangers' copies that are fetched to be compared."""
-LARGEST = torch.finfo(torch.float16).max
-"""The largest number in half precision."""
 
 
 async def unpaced(_size: int, _reader: str) -> None:
@@ -366,7 +364,11 @@ class StageCopies:
         """Take a copy, with a pause of `idle_share` times the duration after each chunk."""
         limit = self._spec.limits.exchange_progress_seconds
         manifest, offer = await self._open(peer, stage, limit)
-        memory = await self._room(DTYPES["fp16"].itemsize * manifest.size)
+        size = DTYPES["fp16"].itemsize * manifest.size
+        try:
+            memory = await ambient.elsewhere(DiskMemory, size, self._folder)
+        except OSError as error:
+            raise Refused(Refusal.BUSY, f"no room for a copy of a stage, {size} bytes: {error}") from None
         weights = memory.tensor(DTYPES["fp16"])
         began = ambient.monotonic()
         chunks = chunks_of_copy(self._spec, self._transport, peer, manifest, weights, seconds=limit, attempts=attempts)
@@ -425,47 +427,26 @@ class StageCopies:
             return copy
 
     async def _copy_own(self, stage: int, worker: StageWorker, precision: CopyPrecision) -> StageCopy:
-        dtype = DTYPES[precision]
-        size = worker.state_sizes()["slow"][1][0]
-        memory = await self._room(dtype.itemsize * size)
-        weights = memory.tensor(dtype)
-
-        def work(state: FrozenState) -> str:
-            digest = root_digest()
-            for _, start, piece in state.pieces():
-                part = weights[start : start + len(piece)]
-                part.copy_(piece if dtype == piece.dtype else piece.clamp(-LARGEST, LARGEST))
-                digest.update(part.numpy().data)
-                memory.leave_memory(dtype.itemsize * start, dtype.itemsize * (start + len(piece)))
-            return digest.hexdigest()
-
-        try:
-            async with worker.frozen("slow") as state:
-                progress, root = state.progress, await ambient.elsewhere(work, state)
-        except Thawed:
-            raise Refused(Refusal.BUSY, "the disk took too long for a copy of this node's weights") from None
+        dtype, (_, shape) = DTYPES[precision], worker.state_sizes()["slow"]
+        packed, state, _ = await pack(worker, {"slow": (dtype, shape)}, self._folder)
+        weights = packed.memory.tensor(dtype)
+        root = await ambient.elsewhere(root_of_weights, weights)
+        packed.memory.leave_memory()
         manifest = CopyManifest(
             source=self._transport.peer_id,
             run=self._spec.run_id,
             stage=stage,
-            clock=progress.clock,
-            outer_rounds=progress.outer_rounds,
-            size=size,
+            clock=state.progress.clock,
+            outer_rounds=state.progress.outer_rounds,
+            size=weights.numel(),
             precision=precision,
             root=root,
         )
-        return sign_copy(self._transport, manifest, weights, memory)
-
-    async def _room(self, size: int) -> DiskMemory:
-        """Room for a copy on the disk. Raises Refused where that has none."""
-        try:
-            return await ambient.elsewhere(DiskMemory, size, self._folder)
-        except OSError as error:
-            raise Refused(Refusal.BUSY, f"no room for a copy of a stage, {size} bytes: {error}") from None
+        return sign_copy(self._transport, manifest, weights, packed.memory)
 
 
 def _root_of(slow: FrozenState) -> str:
-    digest = root_digest()
+    digest = hashlib.blake2b(digest_size=32)
     for _, _, piece in slow.pieces():
         digest.update(piece.numpy().data)
     return digest.hexdigest()

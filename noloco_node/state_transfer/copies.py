@@ -83,14 +83,7 @@ class StageCopy:
 
 def root_of_weights(weights: Tensor) -> str:
     """The hash that a manifest names; takes a while, so off the event loop."""
-    digest = root_digest()
-    digest.update(weights.numpy().data)
-    return digest.hexdigest()
-
-
-def root_digest() -> hashlib.blake2b:
-    """The beginning of that hash, for weights that come piece by piece."""
-    return hashlib.blake2b(digest_size=32)
+    return hashlib.blake2b(weights.numpy().data, digest_size=32).hexdigest()
 
 
 def sign_copy(

@@ -21,12 +21,11 @@ from noloco_node.state_transfer.fetch import (
     StateManifest,
     StateOffer,
     StateRequest,
-    packed_size,
+    pack,
     root_of,
     sign_manifest,
 )
 from noloco_node.state_transfer.rate import WINDOW_SECONDS, DonorRate, Readers, least_rate
-from noloco_node.training.frozen_state import Thawed
 from noloco_node.transport.calls import NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Withdraw
@@ -168,32 +167,21 @@ class StateDonor(Participant):
         return sign_manifest(self._transport, held.manifest, held.digests)
 
     async def _take_snapshot(self) -> _Held:
-        sizes, chunk = self._worker.state_sizes(), self._spec.limits.chunk_bytes
-        try:
-            packed = await ambient.elsewhere(PackedState, sizes, self._context.settings.run_folder)
-        except OSError as error:
-            size = packed_size(sizes)
-            raise Refused(Refusal.BUSY, f"no room for a copy of this node's state, {size} bytes: {error}") from None
-        try:
-            async with self._worker.frozen(*sizes) as state:
-                progress, taken = state.progress, ambient.monotonic()
-                await ambient.elsewhere(lambda: packed.take(state.pieces()))
-        except Thawed:
-            raise Refused(Refusal.BUSY, "the disk took too long for a copy of this node's state") from None
-        digests = await ambient.elsewhere(packed.digests, chunk)
+        packed, state, at = await pack(self._worker, self._worker.state_sizes(), self._context.settings.run_folder)
+        digests = await ambient.elsewhere(packed.digests, self._spec.limits.chunk_bytes)
         manifest = StateManifest(
             source=self._transport.peer_id,
             run=self._spec.run_id,
             stage=self._context.stage,
             contract=self._worker.contract,
             snapshot=ambient.token(8),
-            clock=progress.clock,
-            outer_rounds=progress.outer_rounds,
+            clock=state.progress.clock,
+            outer_rounds=state.progress.outer_rounds,
             size=packed.size,
             root=root_of(digests),
         )
         shared = max(SNAPSHOT_SHARED_SECONDS, state.held_seconds / HELD_SHARE)
-        return _Held(manifest, packed, digests, shared_until=taken + shared, used=taken)
+        return _Held(manifest, packed, digests, shared_until=at + shared, used=at)
 
     async def handle_chunk(self, peer: PeerId, request: StateRequest) -> Reply[Nothing]:
         """A chunk of the snapshot that is held, as fast as the rate allows. Raises Refused where another one is meant,

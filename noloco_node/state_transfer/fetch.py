@@ -27,7 +27,7 @@ from noloco_node.config.settings import canonical_json
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.finite import all_finite
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.training.frozen_state import Sizes
+from noloco_node.training.frozen_state import FrozenState, Sizes, Thawed
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import (
     CHUNK_ATTEMPTS,
@@ -41,7 +41,7 @@ from noloco_node.transport.calls import (
     judging,
     side_by_side,
 )
-from noloco_node.transport.errors import DeadlinePassed
+from noloco_node.transport.errors import DeadlinePassed, Refusal, Refused
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import (
     ClockValue,
@@ -57,6 +57,8 @@ from noloco_node.transport.messages import (
 M = TypeVar("M", bound="ReplicaManifest")
 
 DIGEST_BYTES = 16
+LARGEST = torch.finfo(torch.float16).max
+"""The largest number in half precision."""
 
 
 class StateRequest(WireModel):
@@ -217,31 +219,50 @@ class PackedState:
     def __init__(self, sizes: Sizes, folder: Path | None = None) -> None:
         """Room for a state of these `sizes`, on the disk of `folder`. Raises OSError where that has none."""
         self.size = packed_size(sizes)
-        self._starts: dict[str, int] = {}
+        self._starts: dict[str, tuple[int, torch.dtype]] = {}
         offset = 0
         for name in sorted(sizes):
-            self._starts[name] = offset
+            self._starts[name] = offset, sizes[name][0]
             offset += packed_size({name: sizes[name]})
-        self._memory = DiskMemory(self.size, folder)
+        self.memory = DiskMemory(self.size, folder)
 
     def take(self, pieces: Iterable[tuple[str, int, Tensor]]) -> None:
-        """Write pieces of the tensors: name, beginning and numbers."""
+        """Write pieces of the tensors: name, beginning and numbers. Half precision holds none beyond `LARGEST`."""
         for name, start, piece in pieces:
-            data = piece.contiguous().reshape(-1).view(torch.uint8).numpy().data
-            at = self._starts[name] + start * piece.element_size()
-            self._memory.bytes[at : at + len(data)] = data
-            self._memory.leave_memory(at, at + len(data))
+            offset, dtype = self._starts[name]
+            kept = piece.clamp(-LARGEST, LARGEST).to(dtype) if dtype is torch.float16 else piece
+            data = kept.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            at = offset + start * kept.element_size()
+            self.memory.bytes[at : at + len(data)] = data
+            self.memory.leave_memory(at, at + len(data))
 
     def part(self, start: int, end: int) -> bytearray:
         """A copy of the bytes [start, end), cut at the end of the state."""
-        found = bytearray(self._memory.bytes[start:end])
-        self._memory.leave_memory(start, end)
+        found = bytearray(self.memory.bytes[start:end])
+        self.memory.leave_memory(start, end)
         return found
 
     def digests(self, chunk: int) -> Tensor:
         """The digest of each chunk of `chunk` bytes, u8 [chunks, 16]."""
         every = b"".join(digest(self.part(start, start + chunk)) for start in range(0, self.size, chunk))
         return torch.frombuffer(bytearray(every), dtype=torch.uint8).view(-1, DIGEST_BYTES)
+
+
+async def pack(worker: StageWorker, sizes: Sizes, folder: Path | None) -> tuple[PackedState, FrozenState, float]:
+    """What `worker` holds under these names at one moment, on the disk of `folder`, and the monotonic time of that.
+    Raises Refused (BUSY) where the disk has no room, or takes too long."""
+    try:
+        packed = await ambient.elsewhere(PackedState, sizes, folder)
+    except OSError as error:
+        size = packed_size(sizes)
+        raise Refused(Refusal.BUSY, f"no room for a copy of this node's state, {size} bytes: {error}") from None
+    try:
+        async with worker.frozen(*sizes) as state:
+            at = ambient.monotonic()
+            await ambient.elsewhere(lambda: packed.take(state.pieces()))
+    except Thawed:
+        raise Refused(Refusal.BUSY, "the disk took too long for a copy of this node's state") from None
+    return packed, state, at
 
 
 def packed_size(sizes: Sizes) -> int:

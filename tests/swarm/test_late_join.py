@@ -584,9 +584,10 @@ async def test_a_donor_without_room_for_a_copy_says_busy_and_gives_when_there_is
         def room(sizes: Sizes, folder: Path | None) -> state_messages.PackedState:
             if full.pop(0):
                 raise OSError(errno.ENOSPC, "No space left on device")
-            return state_messages.PackedState(sizes, folder)
+            return plain(sizes, folder)
 
-        monkeypatch.setattr(state_donor, "PackedState", room)
+        plain = state_messages.PackedState
+        monkeypatch.setattr(state_messages, "PackedState", room)
         request = {"timeout": 5.0, "progress": 5.0, "max_answer_bytes": 1 << 20}
         with pytest.raises(Refused, match="no room for a copy") as refused:
             await joiner.context.transport.call(FIRST, state_messages.OPEN.name, request_of(joiner), **request)
