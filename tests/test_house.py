@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_999,
-    "lines of the tests": 60_827,
+    "lines of the package": 59_996,
+    "lines of the tests": 60_924,
     "lines of benchmarks and deploy": 4_919,
     "module-level numbers": 503,
     "files of the package": 292,
