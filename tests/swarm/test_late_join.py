@@ -414,6 +414,8 @@ async def test_a_laggard_without_room_on_its_disk_goes_on_says_so_once_and_catch
 async def test_a_laggard_that_finds_all_places_taken_has_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It read in the offer that its donor was full, and asked for nothing. Whoever came later had the place before it,
     again and again."""
+    clock = SkewedClock()
+    monkeypatch.setattr(ambient, "monotonic", clock.monotonic)
     monkeypatch.setattr(state_donor, "DONOR_PLACES", 1)
     async with donors_and_joiner(1) as (made, laggard):
         donor, asks = made.replicas[0].donor, state_messages.StateRequest.model_validate(request_of(laggard).header)
@@ -421,7 +423,7 @@ async def test_a_laggard_that_finds_all_places_taken_has_the_next_one(monkeypatc
         for peer in (laggard.copier.copy_from(FIRST), donor.handle_open(THIRD, asks)):
             with pytest.raises(Refused, match="serves no more"):
                 await peer
-        donor._readers.begin(1)  # the reader is gone
+        clock.ahead += 5.0  # the reader comes for no chunk
         with pytest.raises(Refused, match="serves no more"):
             await donor.handle_open(THIRD, asks)
         await laggard.copier.copy_from(FIRST)
