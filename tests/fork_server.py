@@ -33,7 +33,7 @@ from noloco_node.process_memory import loading
 
 MODULES = (
     *("noloco_node", "tests.chaos.paced_node", "tests.chaos.hostile_node", "tests.daemons.patient_node"),
-    *("tests.daemons.hung_node", "tests.says_itself", "tests.training.fake_device"),
+    *("tests.daemons.hung_node", "tests.daemons.paced_peer", "tests.says_itself", "tests.training.fake_device"),
 )
 """What is forked: these, run as `python -m`."""
 LAUNCHES = ("swarm", "--devices")

@@ -269,7 +269,6 @@ async def _a_ghost_says_that_it_trains(folder: Path, address: str, pages: int) -
     await eventually(claimed, 60, "the seed has read it")
 
 
-@pytest.mark.spawned
 async def test_a_seed_in_the_folder_of_an_ended_run_begins_no_swarm(tmp_path: Path) -> None:
     """It said that it does, after it had told its log that the run is over."""
     run = load_config(MICRO).run
