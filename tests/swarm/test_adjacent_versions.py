@@ -237,7 +237,7 @@ async def test_two_releases_of_one_protocol_version_train_in_one_swarm(monkeypat
         return (NewerTransport if peer.endswith("-1") else MemoryTransport)(network, peer)
 
     monkeypatch.setattr(worlds, "MemoryTransport", transport)
-    quick = LimitsSpec(record_seconds=0.5, grace_seconds=0.2, chunk_bytes=4096)
+    quick = LimitsSpec(record_seconds=0.5, grace_seconds=0.2, chunk_bytes=16384)
     outer = OuterSpec(inner_steps=2, alpha=0.5, beta=0.7)
     async with world(micro_spec(steps=10_000, outer=outer, limits=quick), replicas=2) as made:
         running = [asyncio.create_task(replica.run()) for replica in made.replicas]

@@ -127,7 +127,7 @@ async def test_a_stage_that_only_a_crowd_of_keys_fills_is_rescued_by_a_neighbour
     monkeypatch.setattr(stays_module, "REFRESH_SECONDS", 0.05)
     monkeypatch.setattr("noloco_node.placement.balancing.RESCUE_SLOT_SECONDS", 0.2)
     monkeypatch.setattr("noloco_node.pipeline.participant.patience", lambda *_: 0.3)
-    spec = micro_spec(limits=LimitsSpec(record_seconds=1.0, grace_seconds=2, chunk_bytes=4096))
+    spec = micro_spec(limits=LimitsSpec(record_seconds=1.0, grace_seconds=2, chunk_bytes=16384))
     settings = NodeSettings(in_flight=1, drain_seconds=1, reassign="always")
     async with world(spec, replicas=2, settings=settings) as made:
         for stage, index in ((1, 0), (1, 1)):

@@ -22,7 +22,7 @@ from tests.support import eventually
 from tests.worlds import World, micro_spec, record_of, virtually, world
 
 GHOST_CLOCK = 4e6
-LIMITS = LimitsSpec(record_seconds=15, grace_seconds=2, chunk_bytes=4096)
+LIMITS = LimitsSpec(record_seconds=15, grace_seconds=2, chunk_bytes=16384)
 """A replica whose clock seems to stand still for the life of a record is no longer counted: longer than a busy machine
 stands still itself."""
 AVERAGING = OuterSpec(inner_steps=4)

@@ -314,7 +314,7 @@ async def test_a_newcomer_is_not_dialled_and_a_veteran_is_not_dialled_by_newcome
 async def test_a_joiner_of_a_running_swarm_ends_its_probation_by_itself() -> None:
     """Two veterans train and average. The third copies one of them, is on probation, says so in the directory, meets a
     veteran, counts, and is averaged with from both sides."""
-    limits = LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=5, record_seconds=3, grace_seconds=1)
+    limits = LimitsSpec(chunk_bytes=16384, exchange_progress_seconds=5, record_seconds=3, grace_seconds=1)
     outer = OUTER.model_copy(update={"max_lag_tokens": 1_000_000})
     spec = micro_spec(stages=1, layers=2, steps=100_000, outer=outer, limits=limits)
     async with world(spec, replicas=3) as made, asyncio.TaskGroup() as group:

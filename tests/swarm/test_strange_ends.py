@@ -36,7 +36,7 @@ from tests.support import alongside, eventually
 from tests.worlds import NAMED, World, micro_spec, peer_name, virtually, world
 
 GRACE = 0.3
-LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=GRACE, chunk_bytes=4096, exchange_progress_seconds=0.5)
+LIMITS = LimitsSpec(record_seconds=1.0, grace_seconds=GRACE, chunk_bytes=16384, exchange_progress_seconds=0.5)
 QUICK = PipelineSpec(budget_seconds=0.5, progress_seconds=0.2)
 JOINS = NodeSettings(in_flight=1, drain_seconds=1, initial_peers=(NAMED,))
 OUTER = OuterSpec(inner_steps=4, min_inner_steps=1)

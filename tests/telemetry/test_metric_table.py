@@ -16,7 +16,7 @@ from noloco_node.telemetry.events import AnyEvent, WarningKind
 from noloco_node.telemetry.metrics import SEED_TABLE, TABLE, TEXT, Metrics
 from tests.worlds import micro_spec, run_to_the_end, world
 
-QUICK = LimitsSpec(record_seconds=1, grace_seconds=0.5, chunk_bytes=4096)
+QUICK = LimitsSpec(record_seconds=1, grace_seconds=0.5, chunk_bytes=16384)
 PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 
 OF_THE_DAEMON = {
