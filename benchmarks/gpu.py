@@ -60,6 +60,7 @@ from noloco_node.training.compute_device import (
     has_own_memory,
     memory_of_device,
     resolve_device,
+    use_tensor_cores,
 )
 from noloco_node.training.host_copies import HostCopies
 
@@ -424,6 +425,7 @@ def _documents(options: argparse.Namespace, say: Say) -> None:
 
 def _reached(options: argparse.Namespace) -> dict[torch.dtype, float]:
     where = torch.device(options.device)
+    use_tensor_cores(where)  # as a node has them
     return {of: product_flop_per_second(where, of, options.seconds / 4) for of in (torch.bfloat16, torch.float32)}
 
 

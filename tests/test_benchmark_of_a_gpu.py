@@ -101,6 +101,19 @@ def test_what_a_device_has_no_room_for_is_left_out_with_a_word(monkeypatch: pyte
     assert "which has 1024" in str(found["left_out"])
 
 
+def test_fp32_is_measured_as_a_node_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card it was a fifteenth of what a node reaches there, beside the peak of its tensor cores."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(gpu, "use_tensor_cores", asked.append)
+    monkeypatch.setattr(gpu, "product_flop_per_second", lambda *_: float(len(asked)))
+    monkeypatch.setattr(gpu, "bus", lambda *_, **__: dict[str, float]())
+    found: list[object] = []
+    gpu.STEPS["machine"][1](
+        gpu.options_of(["--device", "cpu"]), lambda _, **row: found.append(row.get("flop_per_second"))
+    )
+    assert found[:2] == [1.0, 1.0]
+
+
 def test_a_device_that_is_full_refuses_a_microbatch_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told of by its figures: what is kept, and whether it goes on."""
     refuses = {"now": False}

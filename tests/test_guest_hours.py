@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings, as_time, inside, next_begin, parse_hours
-from noloco_node.node.interrupts import PauseState, looked, told
+from noloco_node.node.interrupts import PauseState, PauseSwitch, looked, told
 
 
 def minute(text: str) -> int:
@@ -74,3 +77,16 @@ def test_a_pause_by_hand_outlasts_the_hours_and_a_resume_holds_until_they_have_c
     state = looked(state, inside=True)
     assert not state.rests
     assert looked(state, inside=False).rests
+
+
+def test_a_pause_says_in_which_zone_its_hours_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container they are UTC, and its owner's clock shows another time."""
+    monkeypatch.setattr(ambient, "wall", lambda: 0.0)
+    with monkeypatch.context() as patched:
+        patched.setenv("TZ", "XYZ-5")
+        time.tzset()
+        said = PauseSwitch(parse_hours("04:00-05:00")).why()
+        works = not PauseSwitch(parse_hours("05:00-06:00")).rests
+    time.tzset()
+    assert said.startswith("paused until 04:00 XYZ (node.hours)")
+    assert works

@@ -139,8 +139,8 @@ class NodeSettings(Settings):
     downlink_mbit: PositiveFloat | None = None
     """The most that this node receives, in Mbit/s. Others see a slow line, and send it less. Not set: no bound."""
     hours: str = ""
-    """Hours of the day, by this machine's clock, in which the node works: `22:00-07:00`, several with commas. It is
-    paused in the others, as by `noloco-node pause`. Empty: it always works."""
+    """Hours of the day, by this machine's clock (UTC in a container without TZ), in which it works: `22:00-07:00`,
+    several with commas. It is paused in the others, as by `noloco-node pause`. Empty: it always works."""
     hub_token: bool = False
     """Show the Hugging Face hub the token that you are logged in with when it is asked for a run's text, tokenizer or
     weights. By default it is not shown, since a run of strangers could choose among what only you may read."""

@@ -77,7 +77,7 @@ class PauseSwitch:
         """Why it rests, and what ends that, in one line."""
         if self._state.by_hand:
             return "paused: device and line are free; noloco-node resume goes on"
-        begins = as_time(next_begin(self._hours, _minute()))
+        begins = f"{as_time(next_begin(self._hours, _minute()))} {time.localtime(ambient.wall()).tm_zone}"
         return f"paused until {begins} (node.hours): device and line are free; noloco-node resume goes on at once"
 
     async def begins(self) -> None:

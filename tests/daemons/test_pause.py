@@ -52,6 +52,7 @@ async def test_a_paused_node_is_at_rest_and_goes_on_where_it_was(
     """Nothing is computed while it is paused, and its process lives. The account and the clock go on as if there had
     been no pause. SIGTERM ends it while it is paused, and its checkpoint stands."""
     monkeypatch.setenv(OPERATION_SECONDS, "0.05")
+    monkeypatch.setenv("TZ", "XYZ-5")
     folder = tmp_path / "node"
     folder.mkdir()
     alone = command(folder, settings=("run.model.stages=1", ENDLESS))
@@ -91,12 +92,12 @@ async def test_a_paused_node_is_at_rest_and_goes_on_where_it_was(
     code, printed = await say("pause", folder)
     assert (code, "no node runs" in printed) == (ExitCode.RUN_FOLDER, True), printed
 
-    elsewhen = (time.localtime().tm_hour + 12) % 24
+    elsewhen = (time.gmtime().tm_hour + 5 + 12) % 24
     hours = f"node.hours={elsewhen}:00-{elsewhen}:30"
     alone = command(folder, settings=("run.model.stages=1", ENDLESS, hours))
     async with daemon(*alone, folder=folder) as (process, events):
         said = await eventually(lambda: paused(events), 120, "it rests outside its hours before it takes a state")
-        assert f"until {elsewhen:02}:00 (node.hours)" in said[0].detail
+        assert f"until {elsewhen:02}:00 XYZ (node.hours)" in said[0].detail
         assert not of(NodeStarted, events)
         process.send_signal(signal.SIGUSR2)
         later = await eventually(lambda: of(InnerStep, events), 120, "it goes on when it is told to")
