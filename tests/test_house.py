@@ -6,8 +6,8 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 59_996,
-    "lines of the tests": 60_922,
-    "lines of benchmarks and deploy": 4_919,
+    "lines of the tests": 60_952,
+    "lines of benchmarks and deploy": 4_921,
     "module-level numbers": 503,
     "files of the package": 292,
     "files of the package below 60 lines": 34,
