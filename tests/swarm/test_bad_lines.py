@@ -125,7 +125,7 @@ def copied(
         givers: list[StateDonor] = []
         holders = [_Holder(chunks, 1000.0 * index) for index in range(donors + 1)]
         workers = [cast("StageWorker", holder) for holder in holders]
-        names = [PeerId(f"donor{index}") for index in range(donors)]
+        names = [PeerId(f"donor-number-{index}") for index in range(donors)]
         for index, (name, worker) in enumerate(zip(names, workers[1:], strict=True)):
             transport = MemoryTransport(network, name)
             giver = kind(index)(context(transport, worker))
