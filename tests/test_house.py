@@ -6,7 +6,7 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 59_996,
-    "lines of the tests": 60_952,
+    "lines of the tests": 61_146,
     "lines of benchmarks and deploy": 4_921,
     "module-level numbers": 503,
     "files of the package": 292,

@@ -117,7 +117,7 @@ class Activity:
         """The node does this now."""
         now, said = ambient.wall(), self._said
         if said is not None and said.what == what:
-            if said.detail == detail or now - said.time < IDLE_SECONDS:
+            if said.detail == detail or 0.0 <= now - said.time < IDLE_SECONDS:
                 return
             since = said.since
         else:

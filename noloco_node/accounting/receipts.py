@@ -137,8 +137,8 @@ class Receipts:
 
     async def settle(self) -> None:
         """Write down the own work and send receipts now."""
+        self._make_receipts()  # first: they are for the time since the own work was written down last
         await self._write_work()
-        self._make_receipts()
         answers = self._transport.peer_stats.answers
         await some_at_a_time(ASKED_AT_ONCE, sorted(self._pending, key=lambda peer: not answers(peer)), self._send)
 
@@ -161,8 +161,8 @@ class Receipts:
         return progress.tokens, self._ledger.drawn, self._ledger.served, progress.own_rounds
 
     def _since(self) -> float:
-        """When the own work was written down last, as the wall's clock would have said it had it not been set since."""
-        return ambient.wall() - (ambient.monotonic() - self._written)
+        """When this file was settled last, as the wall's clock would have said it had it not been set since."""
+        return max(0.0, ambient.wall() - (ambient.monotonic() - self._written))
 
     async def _write_work(self) -> None:
         now, counts = ambient.monotonic(), self._counts()

@@ -7,6 +7,7 @@ proves that the holder of some key says it was served: friends can write each ot
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -116,9 +117,11 @@ class ContributionFile:
     def append(self, signer: PeerId, text: str, seal: bytes) -> None:
         """Add one statement and wait until it is on the disk. OSError as the file system says."""
         line = json.dumps({"signer": signer, "statement": text, "seal": seal.hex()}) + "\n"
-        with self._path.open("ab") as file:
-            file.write(line.encode())
-            file.flush()
+        with self._path.open("ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(line.encode()) != len(line):  # cut off by a full disk: the next one must stand alone
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
 
 

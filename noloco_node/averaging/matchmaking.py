@@ -70,26 +70,19 @@ class StepAlone:
     """Take the outer step without a partner."""
 
 
-class Wait:
-    """Nothing to do now."""
-
-
-WAIT = Wait()
-
-
-def decide(state: PairingState, window: Window, *, now: float, rng: random.Random) -> Dial | StepAlone | Wait:
-    """Dial a random stage peer, step alone, or wait."""
+def decide(state: PairingState, window: Window, *, now: float, rng: random.Random) -> Dial | StepAlone | None:
+    """Dial a random stage peer, step alone, or wait (None)."""
     due = state.steps_since_outer >= window.inner_steps or state.last_round
     if state.engaged or state.last_done or not (due or state.behind):
-        return WAIT
+        return None
     stage_peers = state.stage_peers()
     if not stage_peers:
-        return StepAlone() if due else WAIT
+        return StepAlone() if due else None
     searched_enough = state.steps_free >= window.search_steps
     if state.steps_since_outer >= window.alone_after and searched_enough and not state.last_round:
         return StepAlone()
     if now < state.next_try:
-        return WAIT
+        return None
     return Dial(_draw(stage_peers, state.weigh, rng))
 
 

@@ -46,11 +46,6 @@ class Responder:
         """Exchanges wait here once all their chunks have come. There is one at most, since nothing else is begun before
         its commit."""
 
-    @property
-    def waiting(self) -> int:
-        """Exchanges that are complete and not yet taken up by `run`."""
-        return self._complete.qsize()
-
     def open(self) -> None:
         """Take proposals from now on."""
         self._accepting = True
@@ -130,7 +125,8 @@ class Responder:
         )
         if refusal is not None:
             raise Refused(refusal)
-        session, tokens = Session(proposal.exchange, peer, "dialled"), progress.tokens_since_outer
+        session = Session(proposal.exchange, peer, "dialled", opening_seconds=side.opening_seconds)
+        tokens = progress.tokens_since_outer
         session.agreed(progress.steps, tokens, proposal.tokens, gives_only=weightless)
         engagement.begin(Change.AGREE, session)
         return Acceptance(tokens=tokens, weightless=weightless, loss=side.standing.loss.mean)
@@ -225,9 +221,9 @@ class Responder:
             raise Refused(Refusal.UNKNOWN_EXCHANGE)
 
     def _broken_off(self, session: Session, reason: str, *, own: bool = False) -> Refused:
-        """End an exchange in which something is not finite; the refusal to give. `own`: the fault is not the partner's,
-        and is no offence."""
-        if self._side.engagement.holds(session):
+        """End an exchange in which something is not finite, unless it is being committed: its buffers must stay as they
+        are. The refusal to give. `own`: the fault is not the partner's, and is no offence."""
+        if self._side.engagement.holds(session, *DIALLED):
             self._side.report_abort(session, reason)
             self._side.close(session)
         return Refused(Refusal.DIVERGED if own else Refusal.NOT_FINITE, reason)

@@ -153,6 +153,8 @@ class Session:
     received: int = 0
     reason: str = ""
     """Why the step is taken alone."""
+    opening_seconds: float = 0.0
+    """For which an opening may be on its way, one message of as much as it takes, at the least pace of an exchange."""
     _added: set[int] = field(default_factory=set[int])
 
     @property
@@ -228,7 +230,7 @@ def streams_for(chunk_seconds: float, limit: float, most: int) -> int:
 def too_slow(session: Session, now: float, limit: float, floor: float) -> str | None:
     """Why an exchange must be given up that has moved less than `floor` bytes per second each way; None where it has
     not. It is judged all the way, and not at its end only."""
-    whole = DEADLINES_OF_GRACE * limit + (session.sent + session.received) / 2.0 / floor
+    whole = DEADLINES_OF_GRACE * limit + session.opening_seconds + (session.sent + session.received) / 2.0 / floor
     seconds = now - session.started
     return f"slow: below {floor / 1e3:.3g} kB/s each way for {seconds:.0f} s" if seconds > whole else None
 
@@ -236,8 +238,9 @@ def too_slow(session: Session, now: float, limit: float, floor: float) -> str | 
 def overdue(session: Session, now: float, limit: float, floor: float) -> str | None:
     """Why an exchange must be given up, of which `floor` bytes per second are asked; None where it makes progress, and
     enough of it."""
-    if now - session.last_progress > limit:
-        return f"stalled: no chunk for {limit:g} s"
+    patience = limit if session.added else limit + session.opening_seconds
+    if now - session.last_progress > patience:
+        return f"stalled: no chunk for {patience:.3g} s"
     return too_slow(session, now, limit, floor)
 
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -38,8 +37,6 @@ from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Phase(StrEnum):
@@ -165,17 +162,13 @@ class Engagement:
 THREAD = "outer"
 
 
-class Arithmetic:
+class Arithmetic(OneByOne):
     """One piece after another: what a closed session left there is done before the next session clears the buffers."""
 
     def __init__(self, transport: Transport, worker: StageWorker) -> None:
+        super().__init__(THREAD)
         self._transport = transport
         self._worker = worker
-        self._thread = OneByOne(THREAD)
-
-    async def do(self, work: Callable[[], T]) -> T:
-        """What `work` returns, or raises."""
-        return await self._thread.do(work)
 
     async def take_in(self, partner: PeerId, work: Callable[[], None]) -> None:
         """Arithmetic on what the partner has answered. Raises ProtocolViolation, booked against the partner, where that
@@ -191,10 +184,6 @@ class Arithmetic:
     async def own_is_finite(self) -> bool:
         """Whether this replica's own weights of the open step are."""
         return math.isfinite(await self.do(self._worker.outer.own_motion))
-
-    def stop(self) -> None:
-        """End the thread once the piece under way is done; the others are not begun."""
-        self._thread.stop()
 
 
 class Side:
@@ -244,6 +233,11 @@ class Side:
         limits, codec = self.spec.limits, self.worker.outer.codec
         size = codec.wire_elements(self.worker.outer.size) * codec.wire_dtype.itemsize
         return floor_of(size, limits.chunk_bytes, limits.exchange_progress_seconds)
+
+    @property
+    def opening_seconds(self) -> float:
+        """See `Session`."""
+        return sum(spec.nbytes for spec in self.opening_specs()) / self.floor
 
     def open(self, session: Session) -> tuple[Tensor, ...]:
         """On the arithmetic's thread: open the outer step on the snapshot. What travels at the opening: the gauge and,

@@ -151,7 +151,8 @@ class Averaging(Participant):
         side, engagement = self.side, self.side.engagement
         if engagement.phase is not Phase.FREE:
             return None
-        session, accepted = Session(ambient.token(16), partner, "dialler"), False
+        session = Session(ambient.token(16), partner, "dialler", opening_seconds=side.opening_seconds)
+        accepted = False
         engagement.begin(Change.PROPOSE, session)
         try:
             accepted = await self._accepted(session)
@@ -195,7 +196,8 @@ class Averaging(Participant):
         """Swap openings, then all chunks; the first chunk says how many may be in flight."""
         side, outer = self.side, self.side.worker.outer
         own = await side.arithmetic.do(lambda: side.open(session))
-        answer = await self._ask(session.partner, OPEN, opening_of(session, snapshot), own, side.opening_specs())
+        request, both_ways = opening_of(session, snapshot), 2.0 * session.opening_seconds
+        answer = await self._ask(session.partner, OPEN, request, own, side.opening_specs(), more_seconds=both_ways)
         opening = answer.header
         side.refuse_laggards(session.partner, opening.clock)
         await side.arithmetic.take_in(session.partner, lambda: outer.agree(answer.tensors[1:]))
@@ -227,8 +229,11 @@ class Averaging(Participant):
         tensors: tuple[Tensor, ...] = (),
         specs: tuple[TensorSpec, ...] = (),
         attempts: int = 1,
+        more_seconds: float = 0.0,
     ) -> Answer[A]:
-        transport, limit = self.side.transport, self.side.spec.limits.exchange_progress_seconds
+        """`more_seconds` than a progress deadline are for a large message that moves."""
+        to, limit = self.side.transport, self.side.spec.limits.exchange_progress_seconds
+        seconds = limit + more_seconds
         return await ask(
-            transport, peer, method, request, tensors=tensors, specs=specs, seconds=limit, attempts=attempts
+            to, peer, method, request, tensors=tensors, specs=specs, seconds=seconds, progress=limit, attempts=attempts
         )

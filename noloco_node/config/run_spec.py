@@ -19,6 +19,9 @@ from noloco_node.outer.stability import admissible_gamma, safe_gamma
 MAX_BODY_BYTES = 256 << 20
 """Peers grant each other requests with bodies of at most so many bytes."""
 
+MOST_SECONDS = 600.0
+"""A transfer of weights takes at most so many seconds, however large it is: at 20 Mbit/s each way that is 1.5 GB."""
+
 ED25519_PEER_ID = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
 """The form of peer ids from which the public key can be read."""
 
@@ -180,7 +183,7 @@ class PipelineSpec(Settings):
     """How activations and their gradients may travel: one name, or several. With several a sender takes the widest with
     which a link carries a microbatch in little of the time that the work takes. On slow links it takes the narrowest.
     int8 has a scale of its own for every 128 numbers, int4 for every 64, which it rotates first."""
-    budget_seconds: PositiveFloat = 60.0
+    budget_seconds: Annotated[float, Field(gt=0.0, le=86_400.0)] = 60.0
     """Time a microbatch has for its way there and back; each hop fails upward before it ends."""
     progress_seconds: PositiveFloat = 15.0
     """A stream that moves no byte for this long is given up."""

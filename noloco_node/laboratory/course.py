@@ -26,21 +26,20 @@ def plan_lab(config: Config) -> tuple[int, int]:
 
 def run_lab(config: Config, out: Path, command: str, progress: OnFinished) -> dict[str, Path]:
     """Run the experiment, or what is missing of it, and write its results; returns the files by name. `command` repeats
-    it. Raises UserError: CONFIG before anything is trained, RUN_FOLDER if `out` cannot be written, and what the
-    training raises."""
+    it. Raises UserError: CONFIG before anything is trained, DATA where the text cannot be read, RUN_FOLDER if `out`
+    cannot be written, and what the training raises."""
+    from noloco_node.data.prepared import fingerprint_of
+
     cells = expand(config)
     check_points(cells)
     _create(out)
-    results = Experiment(config.lab, cells, Journal(out / "runs.jsonl"), progress).run()
-    return write_results(config, results, out, command)
+    text = fingerprint_of(config.run.data)
+    results = Experiment(config.lab, cells, Journal(out / "runs.jsonl", text), progress).run()
+    return write_results(config, results, text, out, command)
 
 
-def write_results(config: Config, results: Sequence[Result], out: Path, command: str) -> dict[str, Path]:
-    """Write results.json, table.md and the plots that the lab file asks for; returns the files by name.
-
-    Raises UserError (DATA) where the text, of which the fingerprint is taken, cannot be read.
-    """
-    from noloco_node.data.prepared import fingerprint_of
+def write_results(config: Config, results: Sequence[Result], text: str, out: Path, command: str) -> dict[str, Path]:
+    """Write results.json, table.md and the plots that the lab file asks for; returns the files by name."""
     from noloco_node.laboratory.plots import draw
 
     record = Results(
@@ -50,7 +49,7 @@ def write_results(config: Config, results: Sequence[Result], out: Path, command:
             "torch": metadata.version("torch"),
             "python": platform.python_version(),
         },
-        text=fingerprint_of(config.run.data),
+        text=text,
         run=config.run.model_dump(mode="json"),
         lab=config.lab.model_dump(mode="json"),
         results=list(results),

@@ -5,33 +5,39 @@ An experiment that was cut off goes on where it was.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from noloco_node import ambient
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.laboratory.expansion import Cell, Job, Point, job_of
-from noloco_node.laboratory.figures import Result
+from noloco_node.laboratory.figures import Record, Result
 from noloco_node.workers import Workers
 
 
-class Journal:
-    """The file of finished trainings, one JSON line each: the key of the training and its result."""
+class _Line(Record):
+    key: str
+    result: Result
+    text: str = ""
+    """Fingerprint of the text that was trained on; empty where an older version wrote the line."""
 
-    def __init__(self, path: Path) -> None:
+
+class Journal:
+    """The file of finished trainings, one JSON line each: the key of the training, its result and its text."""
+
+    def __init__(self, path: Path, text: str = "") -> None:
+        """`text`: fingerprint of the text that is trained on. What was trained on another is trained anew."""
         self._path = path
+        self._text = text
         self._results: dict[str, Result] = {}
         self._read()
-
-    def __len__(self) -> int:
-        return len(self._results)
 
     def get(self, key: str) -> Result | None:
         """The result of the training of that key; None where it has not ended yet."""
@@ -39,7 +45,7 @@ class Journal:
 
     def add(self, key: str, result: Result) -> None:
         """Keep a result; it is on the disk when this returns. Raises OSError as the file system does."""
-        line = json.dumps({"key": key, "result": result.model_dump(mode="json")}, allow_nan=False) + "\n"
+        line = _Line(key=key, result=result, text=self._text).model_dump_json() + "\n"
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line)
             file.flush()
@@ -56,23 +62,10 @@ class Journal:
         if len(whole) < len(content):
             os.truncate(self._path, len(whole))
         for line in whole.splitlines():
-            entry = _parsed(line)
-            if entry is not None:
-                self._results[entry[0]] = entry[1]
-
-
-def _parsed(line: bytes) -> tuple[str, Result] | None:
-    try:
-        raw: object = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(raw, dict):
-        return None
-    entry = cast("dict[str, Any]", raw)
-    try:
-        return str(entry.get("key")), Result.model_validate(entry.get("result"))
-    except ValidationError:
-        return None
+            with contextlib.suppress(ValidationError):
+                entry = _Line.model_validate_json(line)
+                if entry.text in ("", self._text):
+                    self._results[entry.key] = entry.result
 
 
 Purpose = Literal["tune", "report"]
@@ -241,4 +234,7 @@ def _labelled(result: Result, one: _Wanted) -> Result:
     """The numbers of a training under the name of the point that asked for them."""
     point = one.point
     labels = {"variant": point.variant, "options": point.options, "replicas": point.replicas, "purpose": one.purpose}
+    if point.algorithm == "data_parallel":  # trained once: gradients, fp32, by a ring all-reduce at every step
+        sent = 2 * (point.replicas - 1) / point.replicas * 4 * result.parameters
+        labels |= {"bytes_per_outer_step": sent, "bytes_per_inner_step": sent}
     return result.model_copy(update=labels)

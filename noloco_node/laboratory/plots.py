@@ -109,7 +109,8 @@ def gamma(record: Results) -> Sheet:
 
     Shaded where both are admissible by `outer.stability.admissible_gamma`; for the most replicas.
     """
-    rows = [line for line in lines(record, "tune") or lines(record) if GAMMA in line.swept]
+    tuned, reported = ([each for each in lines(record, kind) if GAMMA in each.swept] for kind in ("tune", "report"))
+    rows = tuned or reported
     most = max(line.replicas for line in rows)
     rows = [line for line in rows if line.replicas == most]
     alphas = sorted({_of(record, line, "outer.alpha") for line in rows})

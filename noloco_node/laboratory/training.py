@@ -137,12 +137,8 @@ class Training:
         steps = [account.progress.steps for accounts in self._accounts for account in accounts]
         mean_steps = sum(steps) / len(steps)
         parameters = sum(stage.layout.size for stage in self._stages)
-        if not self._exchanging and rows < self._replicas:  # gradients, fp32, by a ring all-reduce at every step
-            sent = mean_steps * 2 * (self._replicas - 1) / self._replicas * 4 * parameters
-            each = sent / max(1.0, mean_steps)
-        else:
-            sent = sum(t.bytes_sent for t in tallies) / rows
-            each = sent / max(1e-9, joined / rows / len(tallies)) if joined else 0.0
+        sent = sum(t.bytes_sent for t in tallies) / rows
+        each = sent / max(1e-9, joined / rows / len(tallies)) if joined else 0.0
         recent = [loss for tokens, loss in self._losses if tokens >= (1 - TRAINING_LOSS_SHARE) * self._trained]
         final, fast, merged = self._final
         return Measurement(
@@ -312,33 +308,35 @@ class Training:
         self._diverged = final is None
 
     def _evaluate_replicas(self) -> float | None:
-        """Mean loss over the held-out windows, divided among the replicas, each on a route of its own."""
-        rows = len(self._peers)
-        indices = self._held_out[: len(self._held_out) // rows * rows] if len(self._held_out) >= rows else []
-        if not indices:
+        """Mean loss over all held-out windows, divided among the replicas; the first may have one more than others."""
+        rows, count = len(self._peers), len(self._held_out)
+        if count < rows:
             raise UserError(
                 ExitCode.CONFIG,
-                f"evaluation.windows gives {len(self._held_out)} windows for {rows} replicas",
+                f"evaluation.windows gives {count} windows for {rows} replicas",
                 f"set evaluation.windows to {rows} or more",
             )
-        inputs, labels = self._windows.validation(indices)
-        shape = (rows, -1, inputs.shape[1])
-        return self._loss([stage.fast for stage in self._stages], inputs.view(shape), labels.view(shape))
+        even, weights = count // rows * rows, [stage.fast for stage in self._stages]
+        total = self._loss(weights, self._held_out[:even])
+        if even < count:
+            rest = self._loss([fast[: count - even] for fast in weights], self._held_out[even:])
+            total = (even * total + (count - even) * rest) / count
+        return _finite(total)
 
     def _evaluate_merged(self) -> float | None:
-        inputs, labels = self._windows.validation(self._held_out)
-        return self._loss([merged[None] for merged in self.merged_weights()], inputs[None], labels[None])
+        return _finite(self._loss([merged[None] for merged in self.merged_weights()], self._held_out))
 
-    def _loss(self, weights: Sequence[Tensor], inputs: Tensor, labels: Tensor) -> float | None:
-        route = random.Random(f"evaluation/{self._seed}")
-        total, values, positions = 0.0, inputs, _positions(labels)
+    def _loss(self, weights: Sequence[Tensor], indices: Sequence[int]) -> float:
+        """The mean over these windows, divided among replicas with these weights."""
+        inputs, labels = self._windows.validation(indices)
+        inputs, labels = (each.view(len(weights[0]), -1, inputs.shape[1]) for each in (inputs, labels))
+        route, values, positions = random.Random(f"evaluation/{self._seed}"), inputs, _positions(labels)
         for index, (stage, fast) in enumerate(zip(self._stages, weights, strict=True)):
             rows = list(range(len(fast)))
             if index:
                 route.shuffle(rows)
             values = stage.evaluate(fast[rows], values, positions, inputs)
-        total = float(token_losses(values, labels).double().mean())
-        return _finite(total)
+        return float(token_losses(values, labels).double().mean())
 
 
 def _positions(labels: Tensor) -> Tensor | None:

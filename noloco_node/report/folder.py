@@ -63,7 +63,7 @@ def read_folder(path: Path, now: float) -> ReportedRun:
     try:
         for member in node_folders(path):
             folder = RunFolder(member)
-            reader, chronicle = EventReader(folder.events), Chronicle(printable(member.resolve().name)[:40])
+            reader, chronicle = EventReader(folder.events), Chronicle(printable(member.resolve().name))
             for event in reader.new_events():
                 if is_plausible(event):
                     chronicle.observe(event)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from noloco_node.config.load import Config
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import PrecisionName, RunSpec
+from noloco_node.config.run_spec import MOST_SECONDS, PrecisionName, RunSpec
 from noloco_node.errors import SHOWN
 from noloco_node.outer import CodecName
 from noloco_node.sizing.advice import CARD_SECONDS, Expectation, does_arithmetic, loads_of, step_microbatches
@@ -168,6 +168,8 @@ def expectation_lines(
     which = "by stage" if few else "least and most"
     tokens = out.microbatches_a_second * run.microbatch_tokens
     by = f" by {_arithmetic(run.outer.codec, device, needs)}" if out.outer_by_arithmetic else ""
+    if not by and out.outer_seconds > MOST_SECONDS:
+        by = f", and is given up after {_seconds(MOST_SECONDS)}: NO replica would average"
     lines = [
         f"on {device.name}, {link.uplink * 8e-6:,.4g} Mbit/s up, {1e3 * link.round_trip:,.4g} ms there and back, "
         f"{config.local_swarm.replicas} replicas of each stage",

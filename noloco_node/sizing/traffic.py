@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import RunSpec, token_bytes
+from noloco_node.config.run_spec import MOST_SECONDS, LimitsSpec, RunSpec, token_bytes
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.footprint import Footprint
@@ -97,7 +97,7 @@ class LineNeed:
     seconds: float
     """The microbatch's time for one hop: its whole budget, shared by the hops."""
     chunk: int
-    """Bytes of a chunk of weights, which goes both ways in an outer step."""
+    """Bytes of a chunk of weights, which goes both ways in an outer step; or of all of them, if these ask for more."""
     chunk_seconds: float
 
     @property
@@ -130,11 +130,18 @@ def line_needs(run: RunSpec, footprint: Footprint) -> tuple[LineNeed, ...]:
             received=(traffic[stage - 1].forward if stage > 0 else 0.0)
             + (traffic[stage + 1].backward if stage < run.stages - 1 else 0.0),
             seconds=run.pipeline.budget_seconds / hops,
-            chunk=min(limits.chunk_bytes, own.outer_step),
-            chunk_seconds=CHUNK_SHARE * limits.exchange_progress_seconds,
+            chunk=chunk,
+            chunk_seconds=chunk_seconds,
         )
         for stage, own in enumerate(traffic)
+        for chunk, chunk_seconds in (_weights_at_once(own.outer_step, limits),)
     )
+
+
+def _weights_at_once(size: int, limits: LimitsSpec) -> tuple[int, float]:
+    """What of an outer step of so many bytes asks most of a line, and in which time (`transport.calls.floor_of`)."""
+    chunk = min(limits.chunk_bytes, size), CHUNK_SHARE * limits.exchange_progress_seconds
+    return max(chunk, (size, MOST_SECONDS), key=lambda each: each[0] / each[1])
 
 
 def check_uplink(run: RunSpec, settings: NodeSettings) -> None:
@@ -174,6 +181,7 @@ def check_line(run: RunSpec, settings: NodeSettings, needs: LineNeed, stage: int
         what, size, seconds = f"for a microbatch it {does}", count, needs.seconds
         if BITS * count / seconds < least:
             what, size, seconds = "a chunk of weights has", float(needs.chunk), needs.chunk_seconds
+            what = "an outer step has" if needs.chunk > run.limits.chunk_bytes else what
         raise UserError(
             ExitCode.CONFIG,
             f"node.{name} is {mbit:g}, too little for stage {stage} of run '{run.name}': {what} {size / 1e6:,.3g} MB, "

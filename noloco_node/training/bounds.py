@@ -28,17 +28,16 @@ from noloco_node.training.layout import FlatLayout
 FORGOTTEN_AFTER = 512
 """Norms after which a source that gave none of them has no say any more."""
 LARGEST_RISE = 1.05
-"""The factor by which one norm may raise what counts as usual. Honest norms change slowly; a jump waits some dozens of
-them."""
+"""The factor by which a norm of a source that is known may raise what counts as usual. Honest norms change slowly; a
+jump waits some dozens of them."""
 
 
 class NormBound:
     """A norm beyond `multiple` × the usual one is scaled down, the more the larger it is.
 
     The usual norm is the low median over sources (peers) of the low median of each one's last few norms. So a source is
-    one voice however much it sends, and one of three or more cannot raise it. A norm beyond the bound counts as the
-    bound. The usual norm falls at once and rises slowly. The first norm of all sets it, and is bounded by nothing, as
-    there is no measure yet. Zeros say nothing.
+    one voice however much it sends, and one of three or more cannot move it far. It falls at once, and rises slowly but
+    by a source that is new. The first norm of all sets it, and is bounded by nothing. Zeros say nothing.
     """
 
     def __init__(self, multiple: float, floor: float = 0.0) -> None:
@@ -60,7 +59,7 @@ class NormBound:
         if norm <= 0.0:
             return 1.0
         bound = self._multiple * max(self.usual, self._floor) if self.usual > 0.0 else norm
-        self._remember(source, min(norm, bound))
+        self._remember(source, norm)
         if norm <= bound:
             return 1.0
         self.exceeded += 1
@@ -68,6 +67,7 @@ class NormBound:
 
     def _remember(self, source: str, norm: float) -> None:
         self._count += 1
+        known = source in self._norms and self.usual > 0.0
         norms, _ = self._norms.get(source) or (deque[float](maxlen=9), 0)
         norms.append(norm)
         self._norms[source] = norms, self._count
@@ -75,7 +75,7 @@ class NormBound:
         if self._count - heard > FORGOTTEN_AFTER:
             self._norms.popitem(last=False)
         middle = median_low(median_low(norms) for norms, _ in self._norms.values())
-        self.usual = min(middle, LARGEST_RISE * self.usual) if self.usual > 0.0 else middle
+        self.usual = min(middle, LARGEST_RISE * self.usual) if known else middle
 
 
 GUESSING = 0.85

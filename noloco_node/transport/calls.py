@@ -25,6 +25,7 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.aio import all_of
+from noloco_node.config.run_spec import MOST_SECONDS
 from noloco_node.finite import scale_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
@@ -45,8 +46,6 @@ together."""
 CHUNKS_A_DEADLINE = 2.0
 """A transfer moves at least so many chunks each way per progress deadline. With the usual 1 MiB in 20 s that is 0.84
 Mbit/s each way. A line of 20 Mbit/s and 0.2 s, with one chunk in flight, carries fifteen times as much."""
-MOST_SECONDS = 600.0
-"""A transfer takes at most so many seconds, however large it is: at 20 Mbit/s each way that is 1.5 GB."""
 CHUNK_ATTEMPTS = 3
 """A chunk of a state or a copy is asked for so many times, for a stream may break."""
 

@@ -165,6 +165,16 @@ def test_a_node_of_a_later_stage_counts_its_own_tokens(tmp_path: Path) -> None:
     assert (met.stage, met.times) == (1, 6)
 
 
+def test_nodes_whose_long_names_begin_alike_are_two(tmp_path: Path) -> None:
+    """Both had the figures of the last one."""
+    names = [f"{'a-name-as-long-as-a-folder-may-well-have-it':s}-{number}" for number in (1, 2)]
+    for name, node in zip(names, ("s0-r0", "s1-r0"), strict=True):
+        write(tmp_path / name, *made.node_events(node))
+    told = read_folder(tmp_path, NOW)
+    assert list(told.summary.per_node) == names
+    assert [row_of(page(told), name)[1] for name in names] == ["0", "1"]
+
+
 def test_a_folder_with_nodes_of_several_runs_is_refused_by_their_names(tmp_path: Path) -> None:
     """One report of them all had the name of one and the tokens of another."""
     swarm_in(tmp_path)

@@ -171,6 +171,18 @@ def test_it_is_one_screen() -> None:
     assert any("limited by" in line for line in lines)
 
 
+def test_an_outer_step_that_no_exchange_has_the_time_for_is_said_so() -> None:
+    """7 GB by a line of 20 Mbit/s take hours, and an exchange is given up after ten minutes."""
+    for name, said in (("paper-6.8b", True), ("consumer-24gb", False)):
+        config = load_config(Path(name))
+        device, needs = (
+            device_by_name("H100", config.run.inner.precision),
+            planned_memory(config, footprint_of(config.run)),
+        )
+        lines = expectation_lines(config, device, HOME, expect(config, HOME, device), needs)
+        assert any("NO replica would average" in line for line in lines) is said
+
+
 def test_what_would_not_fit_the_device_is_said_so() -> None:
     """The whole model on one card is the quickest way, where there is room for it."""
     config = load_config(Path("consumer-24gb"))

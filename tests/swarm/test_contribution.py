@@ -33,7 +33,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
 from tests.inside import served_by
-from tests.support import eventually, one_turn
+from tests.support import eventually, files_up_to, one_turn
 from tests.worlds import micro_spec, run_to_the_end, virtually, world
 
 RUN = "r" * 32
@@ -113,6 +113,19 @@ def test_a_torn_last_line_is_left_out_and_the_next_one_stands_alone(tmp_path: Pa
     write(path, owner, work(tokens=11))
     total = read_contribution(path, owner.peer_id)
     assert total.tokens in (111, 211)  # a line cut right before its end is whole once it is closed
+
+
+def test_a_full_disk_costs_the_line_that_it_refuses_and_no_other(tmp_path: Path, owner: Identity) -> None:
+    """What it took of the line stayed, the next statement was written behind it, and both were lost."""
+    path = tmp_path / "contribution.jsonl"
+    file, text = ContributionFile(path), statement_text(work())
+    line = owner.peer_id, text, sign_statement(owner, text.encode())
+    file.append(*line)
+    with files_up_to(path.stat().st_size + 50), pytest.raises(OSError, match="No space left"):
+        file.append(*line)
+    file.append(*line)
+    total = read_contribution(path, owner.peer_id)
+    assert (total.tokens, total.refused) == (200, 0)
 
 
 def test_forged_lines_do_not_count(tmp_path: Path, owner: Identity, peer: Identity) -> None:
@@ -302,14 +315,31 @@ async def test_a_clock_that_is_set_makes_nobodys_time_at_work_longer_or_shorter(
     monkeypatch.setattr(receipts_module.ambient, "wall", lambda: wall)
     owner, progress = load_or_create_identity(tmp_path / "key"), Progress()
     transport = MemoryTransport(MemoryNetwork(), owner.peer_id)
-    monkeypatch.setattr(transport, "sign", lambda text: sign_statement(owner, text))
-    keeper = Receipts(RUN, 1, transport, Ledger(), lambda: progress, ContributionFile(tmp_path / "file"))
-    for _ in range(2):
+    ledger, signed = Ledger(), list[bytes]()
+    monkeypatch.setattr(transport, "sign", lambda text: signed.append(text) or sign_statement(owner, text))
+    keeper = Receipts(RUN, 1, transport, ledger, lambda: progress, ContributionFile(tmp_path / "file"))
+    for peer in (SERVER, SERVED):
+        ledger.note_received(peer, 20)
         now, wall = now + 60.0, wall + 60.0 + step
         progress = replace(progress, tokens=progress.tokens + 100)
         await keeper.settle()
+    given = [Receipt.model_validate_json(text) for text in signed if b'"receipt"' in text]
     await transport.close()
+    assert [each.until - each.since for each in given] == pytest.approx([60.0, 60.0])
     assert read_contribution(tmp_path / "file", owner.peer_id).seconds == pytest.approx(120.0)
+
+
+async def test_a_clock_before_1970_ends_no_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was worked since before that time was no statement, and the node ended with a traceback."""
+    transport = MemoryTransport(MemoryNetwork(), SERVER)
+    keeper = Receipts(RUN, 1, transport, Ledger(), lambda: Progress(tokens=100), ContributionFile(tmp_path / "file"))
+    begun = receipts_module.ambient.monotonic()
+    monkeypatch.setattr(receipts_module.ambient, "monotonic", lambda: begun + 60.0)
+    monkeypatch.setattr(receipts_module.ambient, "wall", lambda: 10.0)
+    await keeper.settle()
+    total = read_contribution(tmp_path / "file", SERVER, transport.signed_by)
+    await transport.close()
+    assert (total.tokens, total.seconds) == (100, 10.0)
 
 
 async def test_work_that_is_being_written_as_the_node_leaves_counts_once(

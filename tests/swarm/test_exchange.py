@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from noloco_node import aio
 from noloco_node.averaging import session as exchange
+from noloco_node.averaging import step
 from noloco_node.config.run_spec import LimitsSpec, OuterSpec
 from noloco_node.directory.records import PeerState
 from noloco_node.node.replica import Replica
@@ -25,6 +26,7 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule, contribution, step_, token_weights
 from noloco_node.telemetry.events import OuterStep
+from noloco_node.transport.calls import ask
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import Message
@@ -172,6 +174,23 @@ async def test_an_opening_that_stood_still_while_the_partner_trained_changes_not
             assert unchanged(before[index], await state_of(replica))
             assert "stale: opened" in outer_steps(made, index, "aborted")[0].reason
         assert await left.averaging.dial(peer_name(0, 1))
+
+
+async def test_an_opening_may_take_longer_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is larger, and goes there and back as one message."""
+    asked: dict[str, float] = {}
+
+    async def noted(*args: Any, **named: Any) -> Any:
+        asked[args[2].name] = named["seconds"]
+        return await ask(*args, **named)
+
+    async with two_replicas() as (_, left, _):
+        monkeypatch.setattr(step, "ask", noted)
+        opening = sum(spec.nbytes for spec in left.averaging.side.opening_specs())
+        assert await left.averaging.dial(peer_name(0, 1))
+        both_ways = 2 * opening / left.averaging.side.floor
+    assert asked[exchange.OPEN.name] - asked[exchange.CHUNK.name] == pytest.approx(both_ways)
+    assert both_ways > 0
 
 
 @pytest.mark.parametrize(
@@ -365,6 +384,48 @@ async def test_a_hostile_sketch_is_refused_or_its_step_is_bounded(
         assert unchanged(before, after)
     else:
         assert float((after["slow"] - before["slow"]).norm()) <= (3.0 + 1.0) * own_motion * 1.001
+
+
+async def test_a_chunk_that_is_no_number_ends_no_exchange_that_is_being_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The liar sends its last chunk twice. Given up as it is applied, the next opening would be copied into its
+    buffers, and the weights came out twice as large."""
+    async with two_replicas() as (made, liar, honest):
+        side, looked_at, go_on = honest.averaging.side, asyncio.Event(), asyncio.Event()
+        judged, apply = threading.Event(), threading.Event()
+        bound = side.bound
+        judge, lies = bound.judge, list[asyncio.Future[Any]]()
+
+        async def looks() -> bool:
+            looked_at.set()
+            return await go_on.wait()
+
+        def slowly(outer: OuterReplica, partner: str, *, stage_peers: int) -> Judgement:
+            judged.set()
+            assert apply.wait(20)
+            return judge(outer, partner, stage_peers=stage_peers)
+
+        async def twice(*args: Any, **named: Any) -> Any:
+            if args[2] is exchange.CHUNK and args[3].index == liar.worker.outer.chunks - 1:
+                lie = {**named, "tensors": (torch.full_like(named["tensors"][0], math.nan),)}
+                lies.append(asyncio.ensure_future(ask(*args, **lie)))
+                await looked_at.wait()
+            return await ask(*args, **named)
+
+        monkeypatch.setattr(side.arithmetic, "own_is_finite", looks)
+        monkeypatch.setattr(bound, "judge", slowly)
+        monkeypatch.setattr(step, "ask", twice)
+        assert await liar.averaging.dial(peer_name(0, 1))
+        await eventually(judged.is_set, what="it is being committed")
+        go_on.set()
+        with pytest.raises(Refused, match="not_finite"):
+            await lies[0]
+        still_under_way = honest.averaging.under_way
+        apply.set()
+        await both_committed(made)
+    assert still_under_way
+    assert not outer_steps(made, 1, "aborted")
 
 
 async def test_who_dials_without_end_is_told_that_others_have_their_part_too() -> None:

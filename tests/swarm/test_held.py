@@ -33,6 +33,19 @@ def test_a_home_line_averages_a_large_stage_and_what_drips_is_given_up_on_the_wa
     assert "no chunk" in str(overdue(session, 21.0, limit, floor))
 
 
+def test_an_opening_has_the_time_that_its_bytes_take_at_the_least_pace() -> None:
+    """18 MB of a stage of 562 million weights are one message, 7 s each way on a free line of 20 Mbit/s: with anything
+    beside them no replica of it ever averaged. Once a chunk has come the next is asked for in time."""
+    limit, floor = 20.0, floor_of(281_000_000, 1 << 20, 20.0)
+    session = session_of()
+    session.opening_seconds = 18e6 / floor
+    assert 30.0 < session.opening_seconds < 40.0
+    assert overdue(session, 55.0, limit, floor) is None
+    assert "no chunk" in str(overdue(session, 61.0, limit, floor))
+    session.add_once(0, lambda: None)
+    assert "no chunk" in str(overdue(session, 21.0, limit, floor))
+
+
 def session_of() -> Session:
     """One that began at 0 and in which nothing has moved."""
     return Session("a" * 32, OTHER, "dialled", started=0.0, last_progress=0.0)

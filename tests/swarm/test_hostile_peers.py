@@ -250,7 +250,7 @@ async def test_a_chunk_whose_caller_left_during_the_arithmetic_counts_when_it_co
         assert session is not None
         abandoned = asyncio.create_task(right.averaging.responder.handle_chunk(STRANGER, *chunk(right, 0)))
         await one_turn()
-        right.averaging.side.arithmetic._thread._pool.submit(int).result(5)
+        right.averaging.side.arithmetic._pool.submit(int).result(5)
         abandoned.cancel()
         await asyncio.wait((abandoned,))
         assert abandoned.cancelled()

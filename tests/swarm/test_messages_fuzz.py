@@ -235,7 +235,6 @@ class Target:
         for norms in (averaging.side.bound.difference._latest, averaging.side.bound._regress._latest):
             assert len(norms) <= 64
             assert all(math.isfinite(norm) for norm in norms.values())
-        assert not averaging.responder.waiting
         assert thread_of(self.replica.worker).waiting == 0
         assert set(self.transport.traffic.received) <= {*METHODS, "unknown"}
         for event in self.events:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 
-from noloco_node.config.load import Config
+from noloco_node.config.load import Config, load_config
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.errors import ExitCode, UserError
@@ -19,7 +20,8 @@ from noloco_node.placement.balancing import Supply, choose_stage
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.preflight import plan
-from noloco_node.sizing.traffic import LineNeed, check_line, check_uplink, line_needs
+from noloco_node.sizing.traffic import LineNeed, check_line, check_uplink, line_needs, traffic_of
+from noloco_node.transport.calls import floor_of
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import JsonObject, Message, TensorSpec
 from noloco_node.transport.pacing import (
@@ -236,6 +238,18 @@ def test_a_run_may_ask_its_nodes_for_a_least_uplink() -> None:
     with pytest.raises(UserError, match=r"node.uplink_mbit is 19.*asks its nodes for 20") as refused:
         check_uplink(asks, NodeSettings(uplink_mbit=19.0))
     assert refused.value.exit_code is ExitCode.CONFIG
+
+
+def test_a_line_on_which_every_outer_step_would_be_given_up_is_too_thin() -> None:
+    """With a chunk in its time alone 0.84 Mbit/s were enough for any stage; 281 MB in ten minutes take more."""
+    run = load_config(Path("consumer-24gb")).run
+    footprint = footprint_of(run)
+    for need, own in zip(line_needs(run, footprint), traffic_of(run, footprint), strict=True):
+        limits = run.limits
+        floor = floor_of(own.outer_step, limits.chunk_bytes, limits.exchange_progress_seconds)
+        assert need.least_up == need.least_down == pytest.approx(8e-6 * floor)
+        with pytest.raises(UserError, match=r"an outer step has 2\d\d MB"):
+            check_line(run, NodeSettings(uplink_mbit=0.9 * need.least_up), need, 0)
 
 
 def test_the_need_is_the_larger_of_microbatch_and_chunk() -> None:

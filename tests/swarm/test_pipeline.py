@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import ActivationCodec, OuterSpec, PipelineSpec
@@ -83,6 +84,16 @@ def request(made: World, **changes: object) -> Message:
     activations = torch.zeros(WINDOWS, LENGTH, 32)
     labels = torch.zeros(WINDOWS, LENGTH, dtype=torch.int32)
     return Message({**header.model_dump(mode="json"), **changes}, (activations, labels))
+
+
+def test_any_budget_that_a_run_may_have_fits_a_header() -> None:
+    """With a longer one each node of the first stage ended with a traceback at its first microbatch."""
+    with pytest.raises(ValidationError) as refused:
+        PipelineSpec(budget_seconds=1e6)
+    longest = refused.value.errors()[0]["ctx"]["le"]
+    assert MicrobatchHeader(
+        id="a" * 32, budget_ms=int(longest * 1000), run="", stage=1, origin=peer_name(0, 0), origin_clock=0.0
+    )
 
 
 async def ask(made: World, message: Message) -> Message:

@@ -66,6 +66,7 @@ def test_a_change_is_said_once_and_its_beginning_is_kept(monkeypatch: pytest.Mon
         (4, "waiting_for_work", "answers: 3"),
         (6, "waiting_for_work", "answers: 2"),
         (20, "waiting_for_work", "answers: 1"),
+        (-3600, "waiting_for_work", "answers: 5"),  # a clock that was set back
         (22, "training", "training"),
     ):
         now[0] = 100.0 + second
@@ -74,6 +75,7 @@ def test_a_change_is_said_once_and_its_beginning_is_kept(monkeypatch: pytest.Mon
         ("training", "training", 100.0),
         ("waiting_for_work", "answers: 3", 104.0),
         ("waiting_for_work", "answers: 1", 104.0),
+        ("waiting_for_work", "answers: 5", 104.0),
         ("training", "training", 122.0),
     ]
 

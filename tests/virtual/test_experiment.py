@@ -44,12 +44,14 @@ def sweep(**more: Any) -> dict[str, Any]:
     return {"variants": variants, "replicas": [4], "workers": 1, **more}
 
 
-def run(lab: dict[str, Any], folder: Path, work: Train | None = None) -> tuple[list[Result], list[Finished]]:
+def run(
+    lab: dict[str, Any], folder: Path, work: Train | None = None, text: str = ""
+) -> tuple[list[Result], list[Finished]]:
     """The results of an experiment, and what was told while it ran. Without `work` this process trains. Workers are
     forked: what they import is in memory already."""
     told: list[Finished] = []
     config = made.config(lab)
-    journal = Journal(folder / "runs.jsonl")
+    journal = Journal(folder / "runs.jsonl", text)
     forking = multiprocessing.get_context("fork")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(multiprocessing, "get_context", lambda _: forking)
@@ -92,11 +94,14 @@ def test_without_tune_seeds_every_point_is_reported_on_every_seed(tmp_path: Path
 
 
 def test_data_parallel_is_trained_once_and_recorded_with_each_number_of_replicas(tmp_path: Path) -> None:
-    """The numbers are the same, the replicas are not."""
+    """The numbers are the same but for what a replica sends: that of the least number of replicas was told of all."""
     results, told = run(sweep(replicas=[4, 8, 16]), tmp_path)
     recorded = [r for r in results if r.variant == "data parallel"]
     assert [r.replicas for r in recorded] == [4, 8, 16]
-    assert len({r.model_copy(update={"replicas": 0}).model_dump_json() for r in recorded}) == 1
+    sent = {"bytes_per_outer_step": 0.0, "bytes_per_inner_step": 0.0}
+    assert len({r.model_copy(update={"replicas": 0, **sent}).model_dump_json() for r in recorded}) == 1
+    parameters = recorded[0].parameters
+    assert [r.bytes_per_inner_step / (4 * parameters) for r in recorded] == pytest.approx([1.5, 1.75, 1.875])
     assert len([finished for finished in told if finished.result.variant == "data parallel"]) == 1
 
 
@@ -121,7 +126,7 @@ def test_an_experiment_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
     resumed, told = run(lab, tmp_path)
     assert resumed == whole
     assert [(finished.done, finished.total) for finished in told] == [(n, 10) for n in (7, 8, 9, 10)]
-    assert len(Journal(journal)) == 10
+    assert len(journal.read_bytes().splitlines()) == 10
 
 
 def test_lines_that_are_no_results_are_trained_anew(tmp_path: Path) -> None:
@@ -136,6 +141,12 @@ def test_lines_that_are_no_results_are_trained_anew(tmp_path: Path) -> None:
     assert (resumed, len(told)) == (whole, 2)
 
 
+def test_what_was_trained_on_another_text_is_trained_anew(tmp_path: Path) -> None:
+    """The table named the fingerprint of the new text above the losses of the old one."""
+    run(sweep(), tmp_path, text="text-1")
+    assert [len(run(sweep(), tmp_path, text=text)[1]) for text in ("text-2", "text-2", "text-3")] == [5, 0, 5]
+
+
 def test_an_experiment_that_grows_trains_only_what_is_new(tmp_path: Path) -> None:
     """Another seed, another number of replicas, in the same folder."""
     run(sweep(seeds=[1]), tmp_path)
@@ -148,7 +159,7 @@ def test_a_mistake_found_while_training_reaches_the_user_and_keeps_what_has_ende
     with pytest.raises(UserError) as caught:
         run(sweep(seeds=[1, 2]), tmp_path, made.refusing)
     assert (caught.value.exit_code, caught.value.remedy) == (ExitCode.DATA, "name a text")
-    assert len(Journal(tmp_path / "runs.jsonl")) == 1
+    assert len((tmp_path / "runs.jsonl").read_bytes().splitlines()) == 1
     assert multiprocessing.active_children() == []
 
 

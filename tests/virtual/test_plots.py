@@ -102,6 +102,18 @@ def test_gamma_has_a_column_for_each_alpha_with_the_predicted_limits_drawn_in() 
             assert {x for line in crosses for x in line.get_xdata()} == {2.5}
 
 
+def test_gamma_is_drawn_of_a_variant_that_has_one_beside_others_that_are_tuned() -> None:
+    """Only what was tuned was looked at, and the experiment ended with a traceback after all of its trainings."""
+    variants: list[dict[str, Any]] = [
+        {"name": "one", "algorithm": "noloco", "sweep": {"outer.gamma": [0.5]}},
+        {"name": "tuned", "algorithm": "noloco", "sweep": {"inner.learning_rate": [1e-3, 2e-3]}},
+    ]
+    config = made.config({"variants": variants, "tune_seeds": [2], "seeds": [1]})
+    found = [made.result(point, 2, "tune") for point in made.points(config) if point.variant == "tuned"]
+    record = made.record(config, [*found, *(made.result(point, 1) for point in made.points(config))])
+    assert title(plots.gamma(record), 0, 0) == "α = 0"
+
+
 def test_an_experiment_in_which_all_diverged_still_has_its_plots(tmp_path: Path) -> None:
     """Nothing to draw is no failure."""
     config = made.config({"replicas": [4, 8]})

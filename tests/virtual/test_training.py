@@ -114,6 +114,16 @@ def test_all_replicas_reach_the_target_together() -> None:
     assert result.validation_loss < 5.0
 
 
+def test_all_algorithms_are_measured_by_the_same_windows() -> None:
+    """Of ten, four replicas had eight, and their mean and data parallel's one replica all of them: other losses of the
+    same weights."""
+    nothing = ("run.inner.learning_rate=1e-30", "run.inner.weight_decay=0", "run.inner.target_tokens=2048")
+    run = spec(*nothing, "run.evaluation.windows=10", "run.inner.warmup_tokens=0")
+    apart, one = trained(run, "local"), trained(run, "data_parallel")
+    assert apart.validation_loss == pytest.approx(apart.validation_loss_merged, abs=1e-6)
+    assert apart.validation_loss == pytest.approx(one.validation_loss, abs=1e-6)
+
+
 def test_diloco_with_nesterov_is_torchs_sgd_on_the_outer_gradient() -> None:
     """Momentum 0.9, learning rate 0.7, over three outer steps; heavy-ball momentum ends elsewhere."""
     settings = ("run.outer.inner_steps=2", "run.outer.alpha=0.9", "run.outer.beta=0.7", "run.outer.codec=fp32")
