@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,9 +55,7 @@ def under_way(folder: Path, stage: int, *, run: RunSpec = RUN, clock: float = 20
     state = weights(stage, run, shift)
     slow = FlatLayout.of(dict(module.named_parameters())).flatten({local: state[full] for local, full in names.items()})
     at = standing(clock, run_id=run.run_id, stage=stage)
-    progress = replace(at.progress, marks=())
     kept = RunFolder.create(folder)
     kept.keep_spec(run.agreed_json)
-    saved = at.model_copy(update={"progress": progress})
-    CheckpointFolder(kept.checkpoints, keep=3).write(saved, {"slow": slow, "fast": torch.zeros_like(slow)})
+    CheckpointFolder(kept.checkpoints, keep=3).write(at, {"slow": slow, "fast": torch.zeros_like(slow)})
     return folder

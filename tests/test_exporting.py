@@ -120,7 +120,7 @@ def test_stages_of_far_different_times_are_told(tmp_path: Path, caplog: pytest.L
         finished(tmp_path / str(stage), stage, run=run, clock=clock)
     gather_folders([tmp_path], None).kept()
     assert "THE MODEL IS OF NO USE YET" in caplog.text
-    assert "as stage 1 lag far behind" in caplog.text
+    assert "with stage 1 far behind" in caplog.text
 
 
 def test_two_copies_of_a_nodes_folder_are_one_replica(tmp_path: Path) -> None:

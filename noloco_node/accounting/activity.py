@@ -45,6 +45,8 @@ class Facts:
     """Replicas of whatever stage that are there, this one included."""
     paused: Collection[int] = ()
     """Stages with a node that says that it is paused."""
+    introduced: Collection[int] = ()
+    """Stages with a node that says that it serves, whether it answers or not."""
 
 
 def facts_of(
@@ -64,6 +66,7 @@ def facts_of(
         missing=missing,
         nodes=sum(membership.replicas_per_stage()),
         paused=membership.paused(),
+        introduced={each for each in range(stages) if membership.live(each, *SERVING)},
     )
 
 
@@ -98,6 +101,8 @@ def doing(facts: Facts) -> tuple[What, str]:
 def _wanted(facts: Facts, *stages: int) -> str:
     """What a node waits for that has no replica of these stages. One that is paused comes back by its owner's word."""
     why = "only paused nodes have it" if {*stages} <= {*facts.paused} else "none is known"
+    if {*stages} <= {*facts.introduced}:
+        why = "those that are known have not answered this node"
     return f"a replica of stage {', '.join(map(str, stages))}: {why}"
 
 

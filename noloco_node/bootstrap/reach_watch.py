@@ -50,6 +50,8 @@ REMEDY = (
     "others wait for its calls: open the port in the firewall or forward it in the router (docker run -p), tell others "
     "another one with --announce HOST:PORT, or join by a seed that was started with --relay-for-others"
 )
+LOOKS_FOR_RELAYS = 6
+"""After so many looks in vain, about half an hour, relays are let go of, and a router is asked for the port again."""
 LOST_SECONDS = 25.0
 """All relays are given so many seconds to come back before others are looked for."""
 MAP_SECONDS = 8.0
@@ -168,8 +170,7 @@ class ReachWatch:
                 self._now(ReachStanding(Way.RELAYED, relays=self._working()))
                 return True
             why += ", and no peer that could be asked relays for it"
-            # A relay may come back. Without the circuits a router is asked for the port again.
-            if self._announced is not None or (self._host.relays and self._unsettled >= MISSES):
+            if self._announced is not None or (self._host.relays and self._unsettled >= LOOKS_FOR_RELAYS):
                 self._announced = None
                 await self._change((), ())
         self._now(ReachStanding(Way.UNREACHED, why=why))

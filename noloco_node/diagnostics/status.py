@@ -236,7 +236,8 @@ def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: fl
             yield f"  {name:<16}  {_ago(now - warned.time)} ago: {warned.detail}"
     quiet = doing is not None and doing.what in ("joining", "paused")  # then it writes of what it waits for alone
     if events.time and silent > SILENT_SECONDS and not quiet:  # one that starts has written nothing yet
-        yield f"  silent            for {_ago(silent)}: the process is stuck or frozen"
+        why = "its process is stuck, or its disk is full; these figures are of then"
+        yield f"  silent            for {_ago(silent)}: {why}"
 
 
 def _why(stopped: NodeStopped, account: Account | None) -> str:

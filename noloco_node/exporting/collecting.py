@@ -198,7 +198,7 @@ class Collector:
         clocks = {stage: max(one.clock for one in found) for stage, found in sorted(gathered.replicas.items())}
         late = gathered.of_different_times
         if late and self.model.is_dir():
-            logger.warning("THE MODEL STAYS AS IT WAS: %s", late)
+            logger.warning("the model stays as it was for now: %s", late)
             return
         exported = export(gathered, self.model, lambda _: None)
         words = ", ".join(

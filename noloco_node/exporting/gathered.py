@@ -73,7 +73,7 @@ class Gathered:
         late = far_behind(clocks, self.run.max_lag_tokens)
         if not late:
             return ""
-        return f"its stages would be of different times, as {as_stages(late)} lag far behind; {NEEDS_FOLDERS}"
+        return f"its stages would be of different times, with {as_stages(late)} far behind; {NEEDS_FOLDERS}"
 
     def kept(self) -> dict[int, list[SavedReplica]]:
         """The replicas of each stage that are in time, with a warning where stages are of different times. UserError

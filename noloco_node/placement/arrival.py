@@ -300,4 +300,4 @@ class MissingStages:
         for stage in self._since.keys() - set(unserved):
             again = " again" if stage in self._served else ""
             waited = ambient.monotonic() - self._since.pop(stage)
-            logger.warning("stage %d is served%s after %.0f s", stage, again, waited)
+            logger.info("stage %d is served%s after %.0f s", stage, again, waited)

@@ -210,6 +210,7 @@ async def test_peers_that_would_refuse_any_microbatch_cost_no_sample(reason: Ref
 async def test_nothing_is_drawn_while_a_stage_has_no_replica(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody serves the last of three stages. The origin holds back, says which stage it waits for, in the log and in
     its account, and trains on as soon as one is there."""
+    caplog.set_level("INFO")
     async with world(micro_spec(stages=3, layers=3, steps=12, pipeline=QUICK)) as made:
         origin, middle, last = made.replicas
         async with asyncio.TaskGroup() as group:

@@ -228,6 +228,7 @@ async def test_a_hidden_node_whose_p2pd_was_started_again_is_reached_as_before(
         os.kill(hidden.pid, signal.SIGKILL)
         await hidden.wait_until_dead()
         await eventually(lambda: relay.places == 0, what="the place has lapsed")
+        assert not hidden.lost_relays, "the silence was of its own p2pd"
         await hidden.restart(60)
         hidden.back()
         await eventually(lambda: relay.places == 1, what="it has asked again")

@@ -40,6 +40,11 @@ IDLE = replace(BUSY, idle_seconds=60.0)
             "waiting_for_peers",
             "a replica of stage 2: only paused nodes have it",
         ),
+        (
+            replace(IDLE, missing=(2,), introduced={0, 2}, nodes=3),
+            "waiting_for_peers",
+            "a replica of stage 2: those that are known have not answered this node",
+        ),
         (replace(IDLE, missing=(0, 2), paused={2}, nodes=3), "waiting_for_peers", "a replica of stage 0, 2: none is"),
         (replace(IDLE, after=0, paused={2}), "waiting_for_peers", "a replica of stage 2: only paused nodes have it"),
         (replace(IDLE, before=0, paused={0}), "waiting_for_peers", "a replica of stage 0: only paused nodes have it"),
