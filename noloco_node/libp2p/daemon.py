@@ -173,11 +173,6 @@ class PrivateP2P:
         return list(self._addresses)
 
     @property
-    def away(self) -> bool:
-        """Whether p2pd is dead, or another is just put in its place."""
-        return self._away or self._child.returncode is not None
-
-    @property
     def maps_port(self) -> bool:
         """Whether p2pd asks a router to open its port."""
         return MAPS_PORT in self._arguments

@@ -108,7 +108,7 @@ async def keep_places(host: PrivateP2P) -> NoReturn:
 async def _ask_all(host: PrivateP2P, relays: Sequence[PeerAddress], lost: set[PeerId]) -> None:
     """Ask each relay for the place, and say which of them begins or ceases to be among the `lost`."""
     reasons = await asyncio.gather(*(_ask_again(host, relay) for relay in relays))
-    if host.away:  # the silence is of this node's own p2pd
+    if any(reasons) and not await host.answers(ASK_SECONDS):  # the silence is of this node's own p2pd
         return
     for relay, reason in zip(relays, reasons, strict=True):
         if reason is not None and relay.peer not in lost:
