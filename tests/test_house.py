@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_996,
-    "lines of the tests": 61_146,
+    "lines of the package": 60_005,
+    "lines of the tests": 61_150,
     "lines of benchmarks and deploy": 4_921,
-    "module-level numbers": 503,
+    "module-level numbers": 504,
     "files of the package": 292,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 389,
+    "kB of Markdown": 390,
     "kB of results in docs": 310,
     "decision records": 40,
 }
