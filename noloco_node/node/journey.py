@@ -161,6 +161,7 @@ async def _rest(node: NodeParts, stage: int, interrupts: Interrupts) -> None:
     if pause.rests:
         await ambient.elsewhere(free_cached_memory, net.settings.device)
         if not ended_a_stay:  # else its replica has said so
+            logger.info("%s", pause.why())
             node.emit(_paused_event(pause.why()))
         interrupts.at_rest = True
         async with node.stays.resting(stage):

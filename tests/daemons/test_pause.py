@@ -99,6 +99,7 @@ async def test_a_paused_node_is_at_rest_and_goes_on_where_it_was(
         said = await eventually(lambda: paused(events), 120, "it rests outside its hours before it takes a state")
         assert f"until {elsewhen:02}:00 XYZ (node.hours)" in said[0].detail
         assert not of(NodeStarted, events)
+        assert said[0].detail in (folder / "printed").read_text(), "who started it outside its hours is told"
         process.send_signal(signal.SIGUSR2)
         later = await eventually(lambda: of(InnerStep, events), 120, "it goes on when it is told to")
         assert later[0].step == last.step + 1
