@@ -77,8 +77,10 @@ async def test_a_paused_node_is_at_rest_and_goes_on_where_it_was(
         assert later[0].step == steps.step + 1
         assert later[0].clock == steps.clock + 1024
         assert len(of(NodeStarted, events)) == 1
+        saves = len(of(CheckpointTaken, events))
         code, printed = await say("pause", folder)
         assert (code, "noloco-node resume goes on" in printed) == (ExitCode.OK, True), printed
+        await eventually(lambda: len(of(CheckpointTaken, events)) > saves, 30, "it is told to leave once it rests")
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 180) == ExitCode.INTERRUPTED
     saved = CheckpointFolder(folder / "checkpoints", keep=2).newest(of(NodeStarted, events)[0].run_id, 0)
