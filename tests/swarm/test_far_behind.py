@@ -8,7 +8,7 @@ import random
 import pytest
 
 from noloco_node.aio import cancel_and_wait
-from noloco_node.averaging.matchmaking import WAIT, Dial, PairingState, Window, decide
+from noloco_node.averaging.matchmaking import Dial, PairingState, Window, decide
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.directory.clocks import STANDS_BACK_SECONDS, FarBehind, PeerClocks
 from noloco_node.directory.records import PeerState
@@ -80,5 +80,5 @@ def test_who_is_far_behind_dials_whatever_the_counts_and_never_steps_alone_for_i
 
     rng = random.Random(0)
     assert decide(state(stage_peer, behind=True), WINDOW, now=1.0, rng=rng) == Dial(stage_peer)
-    assert decide(state(stage_peer, behind=False), WINDOW, now=1.0, rng=rng) is WAIT
-    assert decide(state(behind=True), WINDOW, now=1.0, rng=rng) is WAIT
+    assert decide(state(stage_peer, behind=False), WINDOW, now=1.0, rng=rng) is None
+    assert decide(state(behind=True), WINDOW, now=1.0, rng=rng) is None
