@@ -34,7 +34,7 @@ def test_stage_peers_with_slow_ways_are_dialled_less_and_tried_anew_later() -> N
     assert ways.weights(PEERS, 1.0) == [1.0, 1.0, LEAST_WEIGHT, 1.0]
     rng, drawn = random.Random(2), Counter[PeerId]()
     for _ in range(3000):
-        state = PairingState((10,), 10, lambda: PEERS, False, 0.0, weigh=lambda f: ways.weights(f, 5.0))
+        state = PairingState(10, 10, lambda: PEERS, False, 0.0, weigh=lambda f: ways.weights(f, 5.0))
         decision = decide(state, Window(10, 5), now=1.0, rng=rng)
         assert isinstance(decision, Dial)
         drawn[decision.partner] += 1

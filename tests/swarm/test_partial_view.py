@@ -107,7 +107,7 @@ def test_every_pair_of_replicas_is_as_likely_to_meet_as_any_other() -> None:
         for _ in range(2):
             observer.look(int(RENEWED_SECONDS / LOOK))
             seen = [peer for peer in observer.peers() if peer != own]
-            state = PairingState((9,), 9, lambda seen=seen: seen, engaged=False, next_try=0.0)
+            state = PairingState(9, 9, lambda seen=seen: seen, engaged=False, next_try=0.0)
             for _ in range(3):
                 decision = decide(state, Window(inner_steps=8, min_inner_steps=4), now=1.0, rng=rng)
                 assert isinstance(decision, Dial)
