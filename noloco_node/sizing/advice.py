@@ -24,6 +24,9 @@ from noloco_node.sizing.utilisation import Limit, Link, StageLoad, UtilisationOu
 RECOMPUTED = 4.0 / 3.0
 """The work of a stage that makes its graph anew, in usual ones: forward twice, backward once (which is two
 forwards)."""
+HOST_LAYER_SECONDS = {"keep": 2e-3, "recompute": 2.2e-3, "checkpoint": 3e-3}
+"""Seconds of the host's Python for each layer and microbatch, there and back, by `inner.backward`. Measured on one slow
+core with `python -m benchmarks.host_time --layers 12`."""
 WORTH_SAYING = 1.05
 """A change that lifts the device's share by less than this factor is listed without a figure."""
 FIXED_PART = 0.3
@@ -205,6 +208,7 @@ def loads_of(
             sends=(traffic[stage].forward, traffic[stage].backward),
             outer_bytes=float(traffic[stage].outer_step),
             outer_arithmetic=arithmetic_seconds(run.outer.codec, on_card=on_card) * footprint.parameters[stage],
+            host_seconds=HOST_LAYER_SECONDS[backward] * footprint.layers[stage],
         )
         for stage in range(run.stages)
     ]
@@ -216,7 +220,7 @@ _Change = dict[str, Any]
 def _changes(config: Config, now_under_way: int, limit: Limit) -> Iterator[_Change]:
     """What an owner could turn, one thing at a time."""
     run = config.run
-    if limit != "device" and run.stages > 1 and (rank := fitting_rank(run.model)) is not None:
+    if limit not in ("device", "host") and run.stages > 1 and (rank := fitting_rank(run.model)) is not None:
         beside = {} if run.model.embedding_std is not None else {"run.model.embedding_std": FIXED_PART}
         yield {"run.model.subspace_rank": rank, "run.model.subspace_last_stage_free": True, **beside}
     for more in (2 * now_under_way, 4 * now_under_way):

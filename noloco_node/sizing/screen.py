@@ -35,6 +35,7 @@ PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work", "arriv
 NAMES = ("weights", "gradient", "moments", "versions", "waiting", "at work", "ahead")
 LIMITS = {
     "device": "the device",
+    "host": "the host's Python, for which the device waits: larger microbatches, where they fit",
     "uplink": "the uplink: microbatches wait for bytes",
     "under way": "the way over the uplinks: too few microbatches are under way to keep them full",
     "latency": "the round trip: too few microbatches are under way",

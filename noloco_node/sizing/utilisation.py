@@ -23,7 +23,7 @@ OUTER_BLAME = 0.33
 FULL_UPLINK = 0.8
 """An uplink limits if this share of it is used; used less, it stands idle while the few under way are elsewhere."""
 
-Limit = Literal["device", "uplink", "under way", "latency", "outer step"]
+Limit = Literal["device", "host", "uplink", "under way", "latency", "outer step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,13 @@ class StageLoad:
     """The bytes of a whole outer step."""
     outer_arithmetic: float = 0.0
     """Seconds of one thread of the host, or of a card and that thread, for a whole outer step, beside the transfer."""
+    host_seconds: float = 0.0
+    """Seconds of the host's Python for its layers. A device that is quicker waits for them."""
+
+    @property
+    def held_seconds(self) -> float:
+        """Seconds for which it holds its device: the host prepares the next call while the device computes."""
+        return max(self.compute_seconds, self.host_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,7 @@ def outlook_of(
     """The outlook of a pipeline with these loads. Pure arithmetic. `h` counts inner steps between outer steps;
     `step_microbatches` counts those of a replica behind one inner step."""
     between = float(h * step_microbatches)
-    rate = 1.0 / max(stage.compute_seconds for stage in stages)
+    rate = 1.0 / max(stage.held_seconds for stage in stages)
     for _ in range(200):
         left = [_left_for_microbatches(stage, link, rate, between) for stage in stages]
         new = _rate(stages, left, link, in_flight)
@@ -117,7 +124,7 @@ def _left_for_outer_steps(stage: StageLoad, link: Link, rate: float) -> float:
 
 def _rate(stages: Sequence[StageLoad], uplinks: Sequence[float], link: Link, in_flight: int) -> float:
     """Microbatches a second by mean value analysis of a closed network."""
-    demands = [stage.compute_seconds for stage in stages]
+    demands = [stage.held_seconds for stage in stages]
     demands += [sum(stage.sends) / uplink for stage, uplink in zip(stages, uplinks, strict=True)]
     thinking = (len(stages) - 1) * link.round_trip
     queued, busy, rate = [0.0] * len(demands), [0.0] * len(demands), 0.0
@@ -132,9 +139,10 @@ def _rate(stages: Sequence[StageLoad], uplinks: Sequence[float], link: Link, in_
 
 def _limit(stages: Sequence[StageLoad], uplinks: Sequence[float], link: Link, in_flight: int, rate: float) -> Limit:
     """What holds the rate down most: taken away, it would bring the largest gain."""
-    slowest = max(stage.compute_seconds for stage in stages)
-    if rate * slowest > 0.9:
-        return "device"
+    slowest = max(stages, key=lambda stage: stage.held_seconds)
+    held: Limit = "device" if slowest.host_seconds <= slowest.compute_seconds else "host"
+    if rate * slowest.held_seconds > 0.9:
+        return held
     full = [link.uplink] * len(stages)
     quick = Link(float("inf"), link.round_trip)
     gains: dict[Limit, float] = {
@@ -145,4 +153,4 @@ def _limit(stages: Sequence[StageLoad], uplinks: Sequence[float], link: Link, in
     best = max(gains, key=lambda name: gains[name])
     if best == "uplink" and gains["outer step"] - rate > OUTER_BLAME * (gains[best] - rate):
         best = "outer step"
-    return best if gains[best] > rate * 1.02 else "device"
+    return best if gains[best] > rate * 1.02 else held

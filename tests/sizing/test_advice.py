@@ -158,6 +158,19 @@ def test_a_quick_line_never_hides_the_arithmetic_of_outer_steps(name: str, on_ca
     assert found.outer_by_arithmetic
 
 
+def test_a_fast_card_is_told_that_it_waits_for_python() -> None:
+    """It was planned to work for nearly all of the time, whatever its microbatches."""
+    config, link = load_config(Path("consumer-24gb")), Link(1e9, 1e-3)
+    device = device_by_name("H100", config.run.inner.precision)
+    found = expect(config, link, device)
+    assert found.outlook.limit == "host"
+    wider = [each for each in found.suggestions if "run.inner.microbatch_windows" in each.settings[0]]
+    assert wider
+    assert wider[0].share > 1.3 * found.outlook.share
+    small = device_by_name("RTX 4090", config.run.inner.precision)
+    assert expect(config, link, small).outlook.limit == "device"
+
+
 def test_it_is_one_screen() -> None:
     """However many stages there are, no line is wider than 160 letters, and there are at most 40."""
     config = load_config(Path("paper-6.8b"), ["run.model.stages=16"])

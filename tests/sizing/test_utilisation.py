@@ -51,6 +51,15 @@ def test_what_limits_is_named() -> None:
     assert outlook((0.1, 0.1), Link(1e6, 0.0), 2, sends=4e4, outer=4e7).limit == "outer step"
 
 
+def test_a_device_that_is_quicker_than_its_host_waits_for_it() -> None:
+    """A fast card was planned to work all the time, also where its layers' Python takes longer than they do."""
+    fast = StageLoad(0.01, (1e3,), 0.0, host_seconds=0.1)
+    found = outlook_of([fast, fast], FAST, in_flight=8, h=10, step_microbatches=4)
+    assert found.microbatches_a_second == pytest.approx(10.0, rel=0.05)
+    assert found.share == pytest.approx(0.1, rel=0.05)
+    assert found.limit == "host"
+
+
 def test_an_uplink_that_stands_idle_does_not_limit() -> None:
     """One microbatch at a time spends its way on two uplinks, each of which is idle half of the time."""
     alone = outlook((0.01, 0.01), Link(1e6, 0.0), 1)
