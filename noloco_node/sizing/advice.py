@@ -24,9 +24,9 @@ from noloco_node.sizing.utilisation import Limit, Link, StageLoad, UtilisationOu
 RECOMPUTED = 4.0 / 3.0
 """The work of a stage that makes its graph anew, in usual ones: forward twice, backward once (which is two
 forwards)."""
-HOST_LAYER_SECONDS = {"keep": 2e-3, "recompute": 2.2e-3, "checkpoint": 3e-3}
-"""Seconds of the host's Python for each layer and microbatch, there and back, by `inner.backward`. Measured on one slow
-core with `python -m benchmarks.host_time --layers 12`."""
+HOST_LAYER_SECONDS = {"keep": 3e-3, "recompute": 3e-3, "checkpoint": 4.6e-3}
+"""Seconds of the host's Python for each layer and microbatch, there and back, by `inner.backward`. Measured on one core
+of a slow machine, medians of three of `python -m benchmarks.host_time --layers 12` (2026-11-30)."""
 WORTH_SAYING = 1.05
 """A change that lifts the device's share by less than this factor is listed without a figure."""
 FIXED_PART = 0.3
