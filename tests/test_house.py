@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_019,
+    "lines of the package": 60_021,
     "lines of the tests": 61_176,
     "lines of benchmarks and deploy": 4_921,
     "module-level numbers": 504,

@@ -211,7 +211,7 @@ class StageCopies:
                 seconds = self._spec.limits.standby_seconds * (1.0 if renewed else RETRY_SHARE)
                 await asyncio.sleep(seconds * self._rng.uniform(0.8, 1.2))
         finally:
-            # Who reads may read on, as long as this node is there: a broken link may have lost the last chunk.
+            # Readers may read on while this node is there, since a broken link may have lost the last chunk.
             self._own, self._pace = None, unpaced
             self._collectors.clear()
 

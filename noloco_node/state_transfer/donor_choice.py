@@ -215,7 +215,7 @@ class StateCopier:
         DiskFull; the replica is unchanged then."""
         try:
             offer = await self._ask(donor)  # there must be something to come before there is room made for it
-            if offer.readers >= offer.places:  # only who asks for the state waits for a place
+            if offer.readers >= offer.places:  # a node waits for a place only once it asks for the state
                 size = packed_size(self._worker.state_sizes())
                 await open_state(self._transport, donor, self._request(), size, self._spec.limits)
             download = await ambient.elsewhere(new_download, self._spec, self._worker, self._folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -178,11 +178,16 @@ def _troubles_of_node(state: NodeState, trouble: str) -> Iterator[str]:
     if trouble:
         yield trouble
     yield from (line.text for line in state.warnings[-WARNINGS_SHOWN:])
-    paused = {peer.stage for peer in state.peers if peer.state == "paused"} & {*state.missing_stages}
-    if paused:
-        yield f"only paused nodes have {as_stages(sorted(paused))}"
-    if empty := sorted({*state.missing_stages} - paused):
-        yield f"nobody serves {as_stages(empty)}"
+    paused = {peer.stage for peer in state.peers if peer.state == "paused"}
+    yield from _missing(state.missing_stages, paused, "nobody serves")
+
+
+def _missing(stages: Collection[int], paused: Collection[int], nobody: str) -> Iterator[str]:
+    """The stages without a replica: first those that `paused` nodes have, then the others, behind `nobody`."""
+    if resting := sorted({*stages} & {*paused}):
+        yield f"only paused nodes have {as_stages(resting)}"
+    if empty := sorted({*stages} - {*paused}):
+        yield f"{nobody} {as_stages(empty)}"
 
 
 def _doing(state: NodeState) -> Text:
@@ -283,11 +288,8 @@ def _troubles_of_swarm(view: SwarmView) -> Iterator[str]:
     elif view.introduced and not view.present:
         yield f"{as_many(view.introduced, 'record')} found, and no node of them has answered yet"
     elif view.missing:
-        paused = {node.stage for node in view.nodes if node.answers and node.state == "paused"} & {*view.missing}
-        if paused:
-            yield f"only paused nodes have {as_stages(sorted(paused))}"
-        if empty := sorted({*view.missing} - paused):
-            yield f"no node that answers serves {as_stages(empty)}"
+        paused = {node.stage for node in view.nodes if node.answers and node.state == "paused"}
+        yield from _missing(view.missing, paused, "no node that answers serves")
 
 
 def _progress_of_swarm(view: SwarmView) -> RenderableType:
