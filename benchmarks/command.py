@@ -29,7 +29,8 @@ def command(main: Callable[[], object]) -> NoReturn:
 
 def parser_of(doc: str | None, *, out: bool = True) -> argparse.ArgumentParser:
     """A benchmark's parser: its help is the module's docstring, and `--out` names the file of its figures."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False, formatter_class=layout)
     if out:
         parser.add_argument("--out", type=results_file)
     return parser

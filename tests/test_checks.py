@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -34,8 +35,10 @@ from noloco_node.node.checks import (
 )
 from noloco_node.node.start_checks import among_peers, for_a_stage, report
 from noloco_node.process_memory import refused_memory
-from noloco_node.sizing.memory import free_memory
-from noloco_node.sizing.preflight import plan_run
+from noloco_node.sizing import screen
+from noloco_node.sizing.footprint import footprint_of
+from noloco_node.sizing.memory import free_memory, planned_memory
+from noloco_node.sizing.screen import cost_lines, memory_lines
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.transport.memory import MemoryNetwork, MemoryTransport
 
@@ -47,10 +50,11 @@ MILLION = 10**6
 @pytest.mark.parametrize(
     ("check", "outcome", "words"),
     [
-        (check_disk(100 * GB, 100 * MILLION, "here"), CheckOutcome.PASS, "100.0 GB free in here, up to 8.1 GB wanted"),
-        (check_disk(7 * GB, 100 * MILLION, "here"), CheckOutcome.WARN, "7.0 GB free"),
-        (check_disk(9 * GB, 100 * MILLION, "here", 100 * MILLION), CheckOutcome.WARN, "up to 10.5 GB wanted"),
-        (check_disk(GB // 2, 100 * MILLION, "here"), CheckOutcome.FAIL, "500.0 MB free"),
+        (check_disk(9 * GB, "here", 8 * GB, GB), CheckOutcome.PASS, "9.0 GB free in here, up to 8.0 GB wanted"),
+        (check_disk(7 * GB, "here", 8 * GB, GB), CheckOutcome.WARN, "7.0 GB free"),
+        (check_disk(GB, "here", 8 * GB, GB), CheckOutcome.FAIL, "1.0 GB free"),
+        (check_disk(GB, "here"), CheckOutcome.PASS, "1.0 GB free in here; a run says at the start what it wants"),
+        (check_disk(GB // 20, "here"), CheckOutcome.FAIL, "50.0 MB free"),
         (check_memory(8 * GB, 16 * GB, 4 * GB), CheckOutcome.PASS, "8.0 GB of 16.0 GB free, about 4.0 GB needed"),
         (check_memory(3 * GB, 16 * GB, 4 * GB), CheckOutcome.WARN, "3.0 GB of 16.0 GB"),
         (check_memory(16 * GB, 16 * GB, 40 * GB, 20 * GB), CheckOutcome.FAIL, "about 40.0 GB needed"),
@@ -97,18 +101,25 @@ def test_the_machine_is_measured(tmp_path: Path) -> None:
     assert [check.name for check in checks] == ["disk", "memory"]
 
 
-def test_a_node_that_moves_wants_room_for_a_checkpoint_of_the_other_stage(
+def test_validation_a_joiners_outlook_and_its_first_check_tell_one_figure_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the byte: 24 for each of its weights."""
-    monkeypatch.setattr(machine_checks, "as_bytes", lambda count: f"{count} B")
-    run, folder = load_config(MICRO).run, RunFolder.create(tmp_path)
+    """They were three. To the byte, a node that moves wants a checkpoint of the other stage, too."""
+    for module in (machine_checks, screen):
+        monkeypatch.setattr(module, "as_bytes", lambda count: f"{count} B")
+    config, folder = load_config(MICRO), RunFolder.create(tmp_path)
 
-    def wanted(*, moves: bool) -> float:
-        found = for_a_stage(run, NodeSettings(), 1, folder, moves=moves)[0].found
-        return float(found.split("up to ")[1].split()[0].replace(",", ""))
+    def wanted(node: NodeSettings, stages: Sequence[int]) -> int:
+        ours = config.model_copy(update={"node": node})
+        lines = [*memory_lines(ours, footprint_of(config.run)), *cost_lines(ours, 1000.0, (1, 1), 0.0)]
+        planned = [int(each) for each in re.findall(r"up to (\d+) B (?:in each|of the disk)", "\n".join(lines))]
+        checked = [for_a_stage(config.run, node, stage, folder)[0].found for stage in stages]
+        found = [int(told.split("up to ")[1].split()[0]) for told in checked]
+        assert planned == [max(found)] * 2
+        return found[-1]
 
-    assert wanted(moves=True) - wanted(moves=False) == 24 * plan_run(run).stage_parameters[0]
+    other = wanted(NodeSettings(), (0, 1)) - wanted(NodeSettings(stage=1), (1,))
+    assert other == planned_memory(config, footprint_of(config.run))[0].saved
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ def test_the_module_is_the_command() -> None:
         ("swarm tiny --run-foldr x", "noloco-node swarm", "--run-foldr x; did you mean --run-folder?"),
         ("config show tiny --sett a=b", "noloco-node config show", "did you mean --set?"),
         ("join --metrics-prt=1 /ip4/1.2.3.4", "noloco-node join", "did you mean --metrics-port?"),
+        ("join --device cuda /ip4/1.2.3.4", "noloco-node join", "--device; did you mean --devices?"),
         ("swrm tiny", "noloco-node", "; did you mean swarm?"),
         ("config shw tiny", "noloco-node config", "; did you mean show?"),
         ("join --q", "noloco-node join", "unrecognized arguments: --q\n"),

@@ -181,6 +181,10 @@ def _exit_codes() -> str:
 class CommandLine(argparse.ArgumentParser):
     """The parser of a command line, and of each of its commands."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """An option's beginning does not stand for it: `--device` would be read as `--devices`."""
+        super().__init__(*args, allow_abbrev=False, **options)
+
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse as `ArgumentParser.parse_args`; what is left over is reported by the command that was named."""
         options, left = self.parse_known_args(args, namespace)

@@ -191,7 +191,7 @@ class NodeSettings(Settings):
     checkpoint_seconds: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 60.0
     """Least time between two checkpoints, however quick the outer steps are."""
     checkpoints_kept: Annotated[int, Field(gt=0, le=1000)] = 2
-    """Checkpoints that stay on the disk; each takes 24 bytes for every weight of the stage. The newest of each other
+    """Checkpoints that stay on the disk; `config validate` says how much of it a node wants. The newest of each other
     stage that this node has served stays besides."""
     seed: int = 0
     """Seed of this node's random choices (routes, partners), mixed with its peer id."""
@@ -204,6 +204,11 @@ class NodeSettings(Settings):
         """Microbatches that a stage-0 replica may have under way, where a step has so many of its own: what memory and
         speed are planned for."""
         return min(AUTO_MOST, share) if self.in_flight == "auto" else self.in_flight
+
+    @property
+    def moves(self) -> bool:
+        """Whether this node looks for a stage that needs it more."""
+        return self.reassign == "always" or (self.reassign == "auto" and self.stage == "auto")
 
     @property
     def working_hours(self) -> Hours:

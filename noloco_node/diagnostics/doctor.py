@@ -86,7 +86,7 @@ def _machine(settings: NodeSettings) -> list[Check]:
     available, total = memory()
     folder = settings.run_folder
     try:
-        disk = check_disk(free_disk(folder), 0, str(folder))
+        disk = check_disk(free_disk(folder), str(folder))
     except OSError as error:
         disk = Check(
             "disk", CheckOutcome.FAIL, f"{folder}: {error.strerror or error}", "name another with --run-folder"

@@ -26,19 +26,12 @@ from noloco_node.bootstrap.hello import measure_hello
 from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.process_memory import address_space_left
+from noloco_node.storage.run_folder import SMALLEST_DISK
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_bytes
 from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.interface import Transport
 
-WEIGHTS_BYTES_PER_PARAMETER = 8
-"""Bytes a parameter that a stage leaves at its end: slow and fast weights in fp32."""
-CHECKPOINT_BYTES_PER_PARAMETER = 3 * WEIGHTS_BYTES_PER_PARAMETER
-"""Bytes a parameter of a whole state in fp32: slow and fast weights, outer momentum, Adam's two moments, gathered
-gradient."""
-DISK_BYTES_PER_PARAMETER = WEIGHTS_BYTES_PER_PARAMETER + 3 * CHECKPOINT_BYTES_PER_PARAMETER
-"""Bytes a parameter on the disk: what is left at the end, the kept checkpoints, and the one that is being written."""
-SMALLEST_DISK = 64 << 20
 CLOCK_LIMIT_SECONDS = 3.0
 """hivemind's directory takes no peer whose clock is off by more seconds than this."""
 CLOCK_WARNING_SECONDS = CLOCK_LIMIT_SECONDS / 2
@@ -64,12 +57,12 @@ class Check:
     remedy: str = ""
 
 
-def check_disk(free: int, parameters: int, where: str, elsewhere: int = 0) -> Check:
-    """Room in the run folder for a stage of so many parameters; `free` in bytes. `elsewhere` are the parameters of the
-    other stages that the node may move to: of each that it has served a checkpoint stays."""
-    least = SMALLEST_DISK + WEIGHTS_BYTES_PER_PARAMETER * parameters
-    wanted = SMALLEST_DISK + DISK_BYTES_PER_PARAMETER * parameters + CHECKPOINT_BYTES_PER_PARAMETER * elsewhere
-    found = f"{as_bytes(free)} free in {where}, up to {as_bytes(wanted)} wanted"
+def check_disk(free: int, where: str, wanted: int = 0, least: int = 0) -> Check:
+    """Room in the run folder, of which a stage wants so much at the most and needs `least` at its end; all in bytes.
+    `wanted` is 0 before the run is known."""
+    found = f"{as_bytes(free)} free in {where}"
+    found += f", up to {as_bytes(wanted)} wanted" if wanted else "; a run says at the start what it wants"
+    least += SMALLEST_DISK
     if free < least:
         return Check("disk", CheckOutcome.FAIL, found, "free some, or name a folder on a larger disk with --run-folder")
     if free < wanted:

@@ -192,7 +192,7 @@ async def _choose(node: NodeParts, show: Show | None) -> int:
     if show is not None and view is not None:
         await ambient.elsewhere(show, net.spec, outlook_of(view, now, net.spec.inner.target_tokens))
     stays.emit = net.invitation.emit = net.lives.emit = node.emit
-    checks = partial(start_checks.for_a_stage, net.spec, net.settings, stage, node.folder, moves=stays.may_move)
+    checks = partial(start_checks.for_a_stage, net.spec, net.settings, stage, node.folder)
     start_checks.report(await ambient.elsewhere(checks))
     net.reach.tell(lambda now: node.emit(Reachability(way=now.way.value, words=now.words())))
     net.supervisor.on_restart = lambda cause: node.emit(P2pdRestarted(cause=cause, restarts=net.supervisor.restarts))

@@ -253,18 +253,12 @@ class StageLifecycle:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(keep)
-                if self.may_move:
+                if self._settings.moves:
                     group.create_task(self._watch(replica))
         finally:
             self._replica = None
             self.near = replica.end.look().near
             self.met_under_way |= replica.end.begun
-
-    @property
-    def may_move(self) -> bool:
-        """Whether it looks for a stage that needs it more."""
-        moves = self._settings.reassign
-        return moves == "always" or (moves == "auto" and self._settings.stage == "auto")
 
     async def _watch(self, replica: Replica) -> None:
         work = self._footprint.work

@@ -27,7 +27,7 @@ from noloco_node.node.checks import (
     raise_file_limit,
 )
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.sizing.memory import memory_of
+from noloco_node.sizing.memory import disk_wanted, memory_of
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.training.compute_device import has_own_memory
 from noloco_node.transport.errors import Refused, TransportError
@@ -104,19 +104,14 @@ def relayed_instead(check: Check, willing: int) -> Check:
     return Check(check.name, CheckOutcome.WARN, found, f"for the fastest way {check.remedy}")
 
 
-def for_a_stage(
-    spec: RunSpec, settings: NodeSettings, stage: int, folder: RunFolder, *, moves: bool = False
-) -> list[Check]:
-    """Checks of the machine for the stage that it will serve: disk and memory. Loads transformers. If it moves it keeps
-    a checkpoint of each stage that it was at."""
-    footprint = footprint_of(spec)
-    parameters = footprint.parameters[stage]
-    elsewhere = sum(footprint.parameters) - parameters if moves else 0
+def for_a_stage(spec: RunSpec, settings: NodeSettings, stage: int, folder: RunFolder) -> list[Check]:
+    """Checks of the machine for the stage that it will serve: disk and memory. Loads transformers."""
     own_memory = has_own_memory(settings.device)
-    need = memory_of(spec, settings, footprint, spec.most_sharing)[stage]
+    needs = memory_of(spec, settings, footprint_of(spec), spec.most_sharing)
+    need, wanted = needs[stage], disk_wanted(needs, settings, stage)
     available, total = memory()
     return [
-        check_disk(free_disk(folder.path), parameters, str(folder.path), elsewhere),
+        check_disk(free_disk(folder.path), str(folder.path), wanted, need.left),
         check_memory(available, total, need.total(own_memory=own_memory).host, need.always(own_memory=own_memory).host),
     ]
 

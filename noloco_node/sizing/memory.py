@@ -19,6 +19,7 @@ from noloco_node.outer.replica import device_bytes
 from noloco_node.process_memory import address_space_left
 from noloco_node.sizing.activations import FP32
 from noloco_node.sizing.footprint import Footprint
+from noloco_node.storage.run_folder import SMALLEST_DISK
 from noloco_node.training.compute_device import memory_of_device, resolve_device
 from noloco_node.training.compute_thread import MOST_AHEAD
 from noloco_node.training.frozen_state import SPARE_BYTES
@@ -98,6 +99,8 @@ class StageMemory:
     """The bytes on the host of pieces of the state that were changed before the disk had them."""
     saved: int
     """The bytes on the disk of a checkpoint with its gathered gradient."""
+    left: int
+    """The bytes on the disk of the weights that are left at the end."""
     spooled: int
     """The bytes on the disk of a state that a joiner reads and of standby copies: of other stages for them, and of this
     stage for others."""
@@ -163,6 +166,14 @@ def planned_in_flight(config: Config) -> int:
     return config.node.most_in_flight(config.run.microbatches_a_step(config.local_swarm.replicas))
 
 
+def disk_wanted(needs: Sequence[StageMemory], node: NodeSettings, stage: int) -> int:
+    """The most bytes that a run folder takes at a stage, with the checkpoint that is being written. If the node moves a
+    checkpoint of each other stage stays."""
+    need = needs[stage]
+    elsewhere = sum(other.saved for other in needs) - need.saved if node.moves else 0
+    return SMALLEST_DISK + (node.checkpoints_kept + 1) * need.saved + need.spooled + need.left + elsewhere
+
+
 def fitting_stages(needs: Sequence[StageMemory], free: Memory) -> list[int]:
     """The stages whose state fits into `free` memory."""
     totals = [need.total(own_memory=free.device > 0) for need in needs]
@@ -215,6 +226,7 @@ def _stage_memory(
         exchange=(2 if codec.modulo else 1) * codec.wire_bytes(count),
         checkpoint=min(SPARE_BYTES, given + FP32 * count),
         saved=given + FP32 * count,
+        left=FP32 * count,
         spooled=given + kept,
         copies=min(SPARE_BYTES, FP32 * count) if keeping else 0,
         given=min(SPARE_BYTES, given),

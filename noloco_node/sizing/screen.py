@@ -14,9 +14,9 @@ from noloco_node.sizing.devices import Device, device_by_name, peak_of
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.memory import (
     COMPILER_BYTES,
-    FP32,
     GIB,
     StageMemory,
+    disk_wanted,
     planned_in_flight,
     planned_memory,
     program_bytes,
@@ -70,6 +70,7 @@ def memory_lines(config: Config, footprint: Footprint) -> list[str]:
         f"and {shown(program_bytes(node))} for the program",
         *_compiler_line(node, shown),
         "                    without a GPU both are the machine's memory",
+        f"  disk              up to {_most_on_disk(config, needs)} in each node's run folder",
     ]
 
 
@@ -78,11 +79,10 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
     `speed` is the swarm's in tokens/s, 0 where that is not known."""
     run, node = config.run, config.node
     footprint = footprint_of(run)
-    needs, disk = planned_memory(config, footprint), FP32 * max(footprint.parameters)
-    disk += max((node.checkpoints_kept + 1) * need.saved + need.spooled for need in needs)
+    needs = planned_memory(config, footprint)
     loads = loads_of(run, footprint, 1.0, step_microbatches(config))
     lines: list[str] = []
-    for stage in [node.stage] if isinstance(node.stage, int) else range(run.stages):
+    for stage in _stages(config):
         shared = [count + (each == stage) for each, count in enumerate(replicas)]
         use = rest_of_run(run, footprint, tokens_left, shared)[stage]
         words = f"{as_bytes(use.sent)} up and {as_bytes(use.received)} down to the run's end"
@@ -99,10 +99,19 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
         lines = [lines[0], *(f"  {'':<17} {line.strip()}" for line in (lines[len(lines) // 2], lines[-1]))]
     return [
         *lines,
-        f"  {'':<17} up to {as_bytes(disk)} of the disk; a line carries some percent more than that, and a newcomer "
-        f"copies {as_bytes(max(need.saved for need in needs))} at most",
+        f"  {'':<17} up to {_most_on_disk(config, needs)} of the disk; a line carries some percent more than that, and "
+        f"a newcomer copies {as_bytes(max(need.saved for need in needs))} at most",
         *_least_uplink_line(run, node),
     ]
+
+
+def _stages(config: Config) -> Sequence[int]:
+    """The stages that `config.node` may serve."""
+    return [config.node.stage] if isinstance(config.node.stage, int) else range(config.run.stages)
+
+
+def _most_on_disk(config: Config, needs: Sequence[StageMemory]) -> str:
+    return as_bytes(max(disk_wanted(needs, config.node, stage) for stage in _stages(config)))
 
 
 def _of_own_bound(bound: float | None, sent: float) -> str:

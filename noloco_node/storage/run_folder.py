@@ -17,6 +17,8 @@ from noloco_node.storage import atomic
 from noloco_node.storage.file_lock import NODE_LOCK, FileLock, LockHeld, holder_pid, lock_holder
 
 MARK = "run.json"
+SMALLEST_DISK = 64 << 20
+"""A run folder may take so many bytes beside what grows with the model."""
 TOKENIZER = "tokenizer.place.json"
 """This file says where the run's tokenizer lies on this machine, beside what all nodes agree on."""
 

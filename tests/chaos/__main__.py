@@ -42,7 +42,7 @@ async def _run(names: list[str], lab: Lab) -> list[Verdict]:
 
 def main() -> int:
     """Exit code 1 where a scenario failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__, allow_abbrev=False)
     parser.add_argument(
         "scenarios", nargs="*", choices=[[], *SCENARIOS], help=f"of {', '.join(SCENARIOS)}; all if none"
     )

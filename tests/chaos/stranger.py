@@ -137,7 +137,7 @@ async def _main(spec: RunSpec, arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Until the end of standard input."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.stranger", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.stranger", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--victims", type=Path, required=True)
