@@ -73,6 +73,20 @@ def test_a_link_is_judged_and_wants_a_device(capsys: pytest.CaptureFixture[str])
         assert (told.out, f"{option} changes only how busy a device would be" in told.err) == ("", True)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "said"), [("a.txt", 2048, True), ("a.txt", 4096, False), ("a.csv", 2048, True)]
+)
+def test_a_text_that_its_run_would_read_far_too_often_is_noted_before_it_begins(
+    name: str, size: int, said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only a node said so, in its log, once it trained."""
+    head = "text\n" if name.endswith("csv") else ""
+    (tmp_path / name).write_text(head + "and on\n" * ((size - len(head)) // 7))
+    ours = [f"run.data.{each}" for each in ("source=text", f"path={tmp_path / name}")]
+    assert cli.main(["config", "validate", str(MICRO), "--set", ours[0], "--set", ours[1]]) == 0
+    assert ("24 times the text of 2,04" in capsys.readouterr().out) is said
+
+
 def test_a_path_is_not_added_to_paths_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     """It ended in a traceback."""
     given = ["--set", "run.data.paths=/a", "--data-path", "b=/b"]

@@ -18,6 +18,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import MAX_BODY_BYTES, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.node import journey
+from noloco_node.node import network as network_module
 from noloco_node.node.daemon import run_node
 from noloco_node.node.interrupts import Interrupts
 from noloco_node.node.network import out_of_reach
@@ -187,6 +188,33 @@ def test_a_node_that_only_its_own_machine_reaches_is_warned_where_it_joins_other
     peer = "12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
     addresses = [f"/ip4/{host}/tcp/1/p2p/{peer}" for host in joined]
     assert out_of_reach(NodeSettings.model_validate(settings), addresses) is warned
+
+
+async def test_who_only_looks_on_is_not_told_that_others_cannot_call_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`watch`, `eval` and `export` were told to listen elsewhere, and nobody calls them."""
+    elsewhere = "/ip4/203.0.113.7/tcp/1/p2p/12D3KooWKrCeA5nCWnQ5gm5FLAszTb6cDMk2hX8BH7Hj8MhGeFx9"
+    daemon = SimpleNamespace(joined_peers=(elsewhere,), daemon=SimpleNamespace(joined_peers=(elsewhere,)), known=None)
+
+    @contextlib.asynccontextmanager
+    async def opened(*_: object, **__: object) -> AsyncGenerator[Any]:
+        yield daemon
+
+    def ends(*_: object) -> Any:
+        raise EOFError
+
+    monkeypatch.setattr(network_module, "running_p2p", opened)
+    monkeypatch.setattr(network_module, "line_of", ends)
+    with pytest.raises(EOFError):
+        async with network_module.looking_on(NodeSettings()):
+            pass
+    assert "other machines cannot reach this node" not in caplog.text
+    monkeypatch.setattr(network_module, "entrance", opened)
+    with pytest.raises(EOFError):
+        async with network_module.network(ends, NodeSettings(), RunFolder(tmp_path), run=None):
+            pass
+    assert "other machines cannot reach this node" in caplog.text
 
 
 def test_a_microbatch_that_no_peer_would_accept_is_refused_before_the_start() -> None:

@@ -94,6 +94,8 @@ class Contribution:
     outer_rounds: int = 0
     seconds: float = 0.0
     first: float | None = None
+    last: float = 0.0
+    """Until when the own work is written down."""
     receipts: dict[PeerId, Received] = field(default_factory=dict[PeerId, Received])
     refused: int = 0
 
@@ -168,6 +170,7 @@ def _add_work(total: Contribution, work: Work) -> None:
     total.served += work.served
     total.outer_rounds += work.outer_rounds
     total.seconds += max(0.0, work.until - work.since)
+    total.last = max(total.last, work.until)
     total.first = work.since if total.first is None else min(total.first, work.since)
 
 

@@ -93,12 +93,12 @@ def _print_numbers(config: Config) -> None:
 
 
 def _check_text(config: Config) -> None:
-    from noloco_node.sizing.preflight import check_text, note_on_blocks
+    from noloco_node.sizing.preflight import check_text, most_tokens, note_on_blocks, note_on_passes
 
     check_text(config.run)
-    note = note_on_blocks(config)
-    if note is not None:
-        print(f"  note: {note}")
+    for note in (note_on_blocks(config), note_on_passes(config.run, most_tokens(config.run.data))):
+        if note is not None:
+            print(f"  note: {note}")
 
 
 def print_fingerprint(run: RunSpec) -> None:

@@ -356,9 +356,9 @@ def _ledger(folder: RunFolder, started: NodeStarted | None) -> Iterator[str]:
 
 def _since(total: Contribution) -> str:
     if total.first is None:  # peers may sign a receipt before this node has written a line of its own
-        return "its own work is not written down yet: that follows once a minute, and at its end"
-    begun = as_clock_time(total.first, "%Y-%m-%d %H:%M")
-    return f"since {begun}, {as_long(total.seconds)} at work, as this node says"
+        return "its own work is not written down yet: that follows every five minutes, and at its end"
+    begun, until = (as_clock_time(when, "%Y-%m-%d %H:%M") for when in (total.first, total.last))
+    return f"since {begun}, {as_long(total.seconds)} at work until {until}, as this node says"
 
 
 def _receipts(total: Contribution) -> Iterator[str]:

@@ -43,6 +43,7 @@ from noloco_node.node.replica import Replica
 from noloco_node.node.stage_lifecycle import BeginsFrom, stays_of
 from noloco_node.node.stay import NodeParts, Stay, save_what_was_not, stopped_event
 from noloco_node.sizing.devices import peak_of
+from noloco_node.sizing.preflight import note_on_passes
 from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Doing, NodeStarted, NodeStopped, P2pdRestarted, Reachability
@@ -58,9 +59,6 @@ from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
 
 logger = logging.getLogger(__name__)
-
-MANY_PASSES = 16
-"""From so many passes over a text on, one more brings a model next to nothing (arXiv 2305.16264)."""
 
 
 Show = Callable[[RunSpec, SwarmSummary], None]
@@ -307,13 +305,8 @@ def _prepare(spec: RunSpec, stage_index: int, own: PeerId, position: Position) -
         return stage, None
     windows = spec.inner.microbatch_windows, spec.evaluation.windows
     samples = open_samples(spec.data, stage.vocab_size, Reader(own, *windows), position)
-    if samples.tokens is not None and spec.inner.target_tokens > MANY_PASSES * samples.tokens:
-        logger.warning(
-            "run.inner.target_tokens is %.0f times the text of %s tokens: a model that reads it so often learns it by "
-            "heart, and the validation loss rises; train on more text or for fewer tokens",
-            spec.inner.target_tokens / samples.tokens,
-            f"{samples.tokens:,}",
-        )
+    if (note := note_on_passes(spec, samples.tokens)) is not None:
+        logger.warning("%s", note)
     return stage, samples
 
 

@@ -122,12 +122,6 @@ async def entrance(
         stack.enter_context(IdentityLock(path))
         identity = load_or_create_identity(path)
         daemon = await stack.enter_async_context(running_p2p(settings, identity, doors))
-        if out_of_reach(settings, daemon.joined_peers):
-            logger.warning(
-                "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them", settings.host
-            )
-        if (family := one_family(settings.host)) is not None:
-            logger.warning("%s", family)
         line = line_of(settings.uplink_mbit, settings.downlink_mbit)
         transport = Libp2pTransport(daemon, identity=identity, line=line, nearby=SameMachine(identity))
         daemon.on_messages = transport.count_directory
@@ -153,6 +147,7 @@ async def network(
     """
     async with entrance(settings, folder, run=run, may_found=run is not None) as door:
         daemon, known = door.daemon, door.known
+        warn_of_host(settings, daemon.joined_peers)
         spec = await agree(door)
         life = await _own_life(door, spec, folder)
         start_checks.report(await start_checks.among_peers(door.transport, daemon.joined_peers))
@@ -222,6 +217,16 @@ def seen_before(known: KnownPeers, run: str | None, named: Sequence[str]) -> tup
         return known.texts(run)
     met = any(text.endswith(f"/p2p/{peer}") for text in named for peer in known.addresses)
     return known.texts() if met or not named else ()
+
+
+def warn_of_host(settings: NodeSettings, joined: Sequence[str]) -> None:
+    """Say where others cannot reach a node that they are to call: an onlooker is called by nobody."""
+    if out_of_reach(settings, joined):
+        logger.warning(
+            "host is %s: other machines cannot reach this node; --host 0.0.0.0 --port N lets them", settings.host
+        )
+    if (family := one_family(settings.host)) is not None:
+        logger.warning("%s", family)
 
 
 def out_of_reach(settings: NodeSettings, joined: Sequence[str]) -> bool:

@@ -29,7 +29,7 @@ from noloco_node.directory.records import SERVING, Directory, PeerRecord
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.errors import UserError
 from noloco_node.node.interrupts import Interrupts, interruptible
-from noloco_node.node.network import Entrance, entrance, keep_life, supervisor
+from noloco_node.node.network import Entrance, entrance, keep_life, supervisor, warn_of_host
 from noloco_node.node.way_out import WayOut
 from noloco_node.observer import Onlooker
 from noloco_node.storage.run_folder import RunFolder
@@ -160,6 +160,7 @@ async def _run(
             logger.info("the swarm is shown at http://%s", web.start(settings.metrics_host, settings.metrics_port))
         async with entrance(settings, folder, run=run, may_found=not settings.initial_peers) as door:
             log.observe_seed(door.identity.peer_id)
+            warn_of_host(settings, door.daemon.joined_peers)
             agreed = await _agree(spec, door)
             life = None if agreed is None else await _own_life(door, agreed, folder)
             async with _directory(door, agreed) as directory:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from noloco_node.config.data_spec import DataSpec
 from noloco_node.config.load import Config
 from noloco_node.config.run_spec import RunSpec, check_microbatch_bytes
 from noloco_node.errors import ExitCode, UserError
+
+MANY_PASSES = 16
+"""From so many passes over a text on, one more brings a model next to nothing (arXiv 2305.16264)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,33 @@ def note_on_blocks(config: Config) -> str | None:
                 f"{-(-4 * replicas // shards)} or more"
             )
     return None
+
+
+def note_on_passes(run: RunSpec, tokens: int | None) -> str | None:
+    """A note on a text of so many tokens to train on that the run would read far too often; None where it is none."""
+    if not tokens or run.inner.target_tokens <= MANY_PASSES * tokens:
+        return None
+    return (
+        f"run.inner.target_tokens is {run.inner.target_tokens / tokens:.0f} times the text of {tokens:,} tokens: a "
+        "model that reads it so often learns it by heart, and the validation loss rises; train on more text or for "
+        "fewer tokens"
+    )
+
+
+def most_tokens(data: DataSpec) -> int | None:
+    """The most tokens that a text has which lies here and is not streamed, as a token is a byte at least; None where
+    its files do not tell."""
+    from noloco_node.data.formats import Format
+    from noloco_node.data.prepared import read_manifest
+    from noloco_node.data.shards import shard_files
+
+    if data.streaming or any(part.source != "text" and part.prepared is None for part in data.parts):
+        return None
+    if data.prepared is not None:
+        return sum(read_manifest(part).training for part in data.parts)
+    files = [file for part in data.parts for file in shard_files(part)]
+    plain = all(file.format in (Format.TEXT, Format.JSON, Format.CSV) and not file.packing for file in files)
+    return sum(file.size for file in files) if plain else None
 
 
 def _check_positions(run: RunSpec, positions: int | None) -> None:

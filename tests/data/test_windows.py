@@ -21,6 +21,7 @@ from noloco_node.data.windows import load_windows
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node import journey
+from noloco_node.sizing.preflight import MANY_PASSES
 from tests.data.splits import held_out_count, load_split
 from tests.worlds import micro_spec
 
@@ -147,7 +148,7 @@ def test_a_text_too_short_for_one_window_is_refused(story: DataSpec, sequence_le
     assert caught.value.exit_code is ExitCode.DATA
 
 
-@pytest.mark.parametrize(("times", "said"), [(journey.MANY_PASSES + 1, True), (journey.MANY_PASSES, False)])
+@pytest.mark.parametrize(("times", "said"), [(MANY_PASSES + 1, True), (MANY_PASSES, False)])
 def test_that_a_text_is_far_too_short_for_its_run_is_said_as_the_training_begins(
     story: DataSpec, times: int, said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,7 +22,7 @@ from noloco_node.telemetry.events import (
     NodeStopped,
     P2pdRestarted,
 )
-from noloco_node.telemetry.words import an_hour
+from noloco_node.telemetry.words import an_hour, as_clock_time
 from tests.telemetry import made_events as made
 from tests.telemetry.made_events import write
 
@@ -147,6 +147,8 @@ def test_the_contribution_is_shown_with_what_could_not_be_verified(folder: Path,
     file.append(peer.peer_id, statement_text(receipt).replace("4800", "9999"), b"")
     write(folder, started(identity), stopped())
     lines = status_lines(folder, NOW)
+    until = as_clock_time(7200.0, "%Y-%m-%d %H:%M")
+    assert any(f" at work until {until}, as this node says" in line for line in lines), "the rest is not known"
     assert "  tokens            5,000" in lines
     assert "  microbatches      0 drawn, 40 served for others" in lines
     assert "  outer steps       3" in lines
