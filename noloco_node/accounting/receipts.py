@@ -181,10 +181,7 @@ class Receipts:
         )
         text = statement_text(work)
         seal = self._transport.sign(text.encode())
-        self._written, self._counted = (
-            now,
-            counts,
-        )  # before it is written: even when cancelled, it will be
+        self._written, self._counted = (now, counts)  # before it is written: even when cancelled, it will be
         await self._append(self._transport.peer_id, text, seal)
 
     def _make_receipts(self) -> None:

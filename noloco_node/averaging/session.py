@@ -66,11 +66,7 @@ class Proposal(WireModel):
 def check_proposal(proposal: Proposal, spec: RunSpec, stage: int, contract: str) -> None:
     """Raise Refused where it is for another run or stage, or the two sides' tensors would not fit together."""
     check_addressed(
-        run=proposal.run,
-        stage=proposal.stage,
-        own_run=spec.run_id,
-        own_stage=stage,
-        protocol=proposal.protocol,
+        run=proposal.run, stage=proposal.stage, own_run=spec.run_id, own_stage=stage, protocol=proposal.protocol
     )
     if proposal.contract != contract:
         raise Refused(Refusal.WRONG_CONTRACT, "the stages differ in shapes, order, codec or chunk size")

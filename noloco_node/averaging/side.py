@@ -189,13 +189,7 @@ class Arithmetic(OneByOne):
 class Side:
     """One replica in its outer steps: what it is engaged in, what it knows of its partners, and its bounds on them."""
 
-    def __init__(
-        self,
-        context: ReplicaContext,
-        *,
-        clocks: PeerClocks,
-        standing: ProbationStanding,
-    ) -> None:
+    def __init__(self, context: ReplicaContext, *, clocks: PeerClocks, standing: ProbationStanding) -> None:
         self.spec = spec = context.spec
         self.stage = context.stage
         self.transport = transport = context.transport

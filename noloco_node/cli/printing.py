@@ -275,13 +275,7 @@ def print_ended(run_folder: Path, say: Say = print_now) -> None:
 
 
 def print_seed(
-    run: RunSpec | None,
-    addresses: list[str],
-    begins: SeedBegins,
-    collects: bool,
-    *,
-    model: Path,
-    say: Say = print_now,
+    run: RunSpec | None, addresses: list[str], begins: SeedBegins, collects: bool, *, model: Path, say: Say = print_now
 ) -> None:
     """The addresses of a seed that is up, and how it begins; `model`: where the run's model will be, if it `collects`
     that."""

@@ -14,15 +14,7 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import Reach, peers_unreachable, reach_of
 
-ALWAYS = (
-    "-connManager=1",
-    "-autonat=0",
-    "-autoRelay=0",
-    "-relay=0",
-    "-relayService=0",
-    "-tls=1",
-    "-idleTimeout=30s",
-)
+ALWAYS = ("-connManager=1", "-autonat=0", "-autoRelay=0", "-relay=0", "-relayService=0", "-tls=1", "-idleTimeout=30s")
 
 MAPS_PORT = "-natPortMap=1"
 """This argument has a router asked, by UPnP or NAT-PMP, to open the port for as long as p2pd runs."""

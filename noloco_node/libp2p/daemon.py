@@ -26,22 +26,10 @@ from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingT
 
 from noloco_node.aio import Pulse, cancel_and_wait, end_process, run_to_end
 from noloco_node.errors import UserError
-from noloco_node.identity.addresses import (
-    CIRCUIT,
-    PeerAddress,
-    Reach,
-    parse_address,
-    reach_of,
-    widest_first,
-)
+from noloco_node.identity.addresses import CIRCUIT, PeerAddress, Reach, parse_address, reach_of, widest_first
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import MAPS_PORT, announcing, explain
-from noloco_node.libp2p.hivemind_link import (
-    connect_hivemind,
-    disconnect_hivemind,
-    reconnect_hivemind,
-    withdraw_handler,
-)
+from noloco_node.libp2p.hivemind_link import connect_hivemind, disconnect_hivemind, reconnect_hivemind, withdraw_handler
 from noloco_node.libp2p.relay_messages import varint
 from noloco_node.storage.private_folder import PrivateFolder
 from noloco_node.transport.errors import PeerUnreachable

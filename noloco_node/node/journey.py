@@ -48,13 +48,7 @@ from noloco_node.storage.checkpoint import CheckpointFolder
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Doing, NodeStarted, NodeStopped, P2pdRestarted, Reachability
 from noloco_node.telemetry.of_node import Telemetry
-from noloco_node.training.compute_device import (
-    check_device,
-    describe_device,
-    device_name,
-    free_cached_memory,
-    idle_gpu,
-)
+from noloco_node.training.compute_device import check_device, describe_device, device_name, free_cached_memory, idle_gpu
 from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import on_its_device
 
@@ -126,10 +120,7 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
 
     pause = PauseSwitch(settings.working_hours)
     interrupts.word = pause.told
-    async with (
-        network(agree, settings, folder, run=departure.run) as net,
-        _compute_thread() as thread,
-    ):
+    async with network(agree, settings, folder, run=departure.run) as net, _compute_thread() as thread:
         with interrupts.leaving():
             saved = await ambient.elsewhere(open_run, folder, checkpoints, net.spec, net.settings, net.life.birth)
             departure.opened.set()

@@ -57,14 +57,7 @@ class LastWords:
         self._keep = keep
         self._life = spec.limits.record_seconds
         self.checks = HealthChecks(
-            transport,
-            directory,
-            spec.run_id,
-            lambda: None,
-            self._life,
-            self._introduced,
-            self._judge,
-            ambient.chance(),
+            transport, directory, spec.run_id, lambda: None, self._life, self._introduced, self._judge, ambient.chance()
         )
         """Asks the origins that records introduce whether they are there."""
 

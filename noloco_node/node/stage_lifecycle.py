@@ -263,11 +263,7 @@ class StageLifecycle:
     async def _watch(self, replica: Replica) -> None:
         work = self._footprint.work
         standing = MigrationStanding(
-            work,
-            self._fitting,
-            ambient.monotonic(),
-            self._settings.min_stay_seconds,
-            self._spec.limits.record_seconds,
+            work, self._fitting, ambient.monotonic(), self._settings.min_stay_seconds, self._spec.limits.record_seconds
         )
         relocation, began = Relocation(standing, self._rng), replica.worker.progress.clock
         while True:

@@ -150,10 +150,7 @@ def _ways(one: Tensor, other: Tensor, first: Tensor) -> tuple[float, float, floa
 
 
 def choose_copy(
-    strangers: Sequence[StageCopy],
-    own: tuple[Tensor, float] | None,
-    first: Tensor,
-    reached: float,
+    strangers: Sequence[StageCopy], own: tuple[Tensor, float] | None, first: Tensor, reached: float
 ) -> tuple[StageCopy | None, bool]:
     """The one of some strangers' copies to take, and whether anything speaks for it.
 
