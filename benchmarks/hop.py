@@ -98,11 +98,7 @@ async def serve(folder: Path) -> None:
             await _answer_bytes(reader, writer)
 
         await daemon.serve_streams(BARE, bare)
-        where = {
-            "tcp": tcp.sockets[0].getsockname()[1],
-            "p2p": daemon.visible_addresses()[0],
-            "p2pd": daemon.pid,
-        }
+        where = {"tcp": tcp.sockets[0].getsockname()[1], "p2p": daemon.visible_addresses()[0], "p2pd": daemon.pid}
         print(json.dumps(where), flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
         await transport.close()

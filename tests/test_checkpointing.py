@@ -138,11 +138,7 @@ async def lone_node(
 
 @pytest.mark.parametrize(
     ("momentum", "codec", "optimizer", "subspace"),
-    [
-        ("averaged", "int8", "muon", IN_SUBSPACE),
-        ("local", "int8", "adamw", None),
-        ("averaged", "sign", "adamw", None),
-    ],
+    [("averaged", "int8", "muon", IN_SUBSPACE), ("local", "int8", "adamw", None), ("averaged", "sign", "adamw", None)],
 )
 async def test_a_node_that_was_interrupted_goes_on_bitwise_as_one_that_was_not(
     tmp_path: Path, momentum: str, codec: CodecName, optimizer: str, subspace: dict[str, object] | None
@@ -506,10 +502,7 @@ def unmounted(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], capture_output=True)
 
 
-@pytest.mark.parametrize(
-    ("trouble", "cause"),
-    [(full_disk, "No space left"), (small_quota, "File too large")],
-)
+@pytest.mark.parametrize(("trouble", "cause"), [(full_disk, "No space left"), (small_quota, "File too large")])
 async def test_a_disk_that_refuses_is_named_once_and_training_goes_on(
     unmounted: Path, trouble: Trouble, cause: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,11 +76,7 @@ class Trained:
         spool.mkdir()
         rng, spec = random.Random(0), self.made.replicas[0].context.spec
         shapes, tell = Shapes(spec), lambda *has: told.append(has)
-        return (
-            Gatherer(spec, shapes, transport, directory, spool, tell, rng, pause=0.0, most=most),
-            transport,
-            told,
-        )
+        return (Gatherer(spec, shapes, transport, directory, spool, tell, rng, pause=0.0, most=most), transport, told)
 
     async def gather(self, spool: Path, most: int = MOST_REPLICAS) -> Gathered:
         """What comes of it."""

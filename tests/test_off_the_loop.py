@@ -30,11 +30,7 @@ from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import alongside
 from tests.worlds import Drawn, micro_spec, peer_name, samples_of
 
-SPEC = micro_spec(
-    stages=1,
-    outer=OuterSpec(inner_steps=2, min_inner_steps=1),
-    limits=LimitsSpec(chunk_bytes=4096),
-)
+SPEC = micro_spec(stages=1, outer=OuterSpec(inner_steps=2, min_inner_steps=1), limits=LimitsSpec(chunk_bytes=4096))
 SETTINGS = NodeSettings(in_flight=1)
 
 

@@ -52,11 +52,7 @@ async def hung_node(part: str, folder: Path, *settings: str) -> AsyncIterator[as
 
 
 @pytest.mark.parametrize(
-    ("part", "waits_for"),
-    [
-        ("weights", "_save_weights (node/stay.py"),
-        ("loop", "thread MainThread: "),
-    ],
+    ("part", "waits_for"), [("weights", "_save_weights (node/stay.py"), ("loop", "thread MainThread: ")]
 )
 async def test_no_part_that_hangs_holds_a_node_that_was_told_to_leave(
     part: str, waits_for: str, tmp_path: Path, temporary: Path

@@ -194,14 +194,7 @@ def test_what_is_wrong_with_a_source_names_it(mixed: DataSpec, tmp_path: Path) -
     for number in range(12):
         (tmp_path / "short" / f"{number}.txt").write_text("tale")
     with pytest.raises(UserError, match=r"run\.data\.mixture\[2\]: the training text has"):
-        load_windows(
-            changed(
-                mixed,
-                2,
-                path=str(tmp_path / "short"),
-            ).model_copy(update={"sequence_length": 64}),
-            256,
-        )
+        load_windows(changed(mixed, 2, path=str(tmp_path / "short")).model_copy(update={"sequence_length": 64}), 256)
     write_table(tmp_path / "ids.parquet", {"input_ids": [[1, 2, 900]] * 60})
     ids = {"path": str(tmp_path / "ids.parquet"), "text_field": "input_ids"}
     made = mixed.model_copy(update={"tokenizer": "none", "mixture": changed(mixed, 0, **ids).mixture[:1]})

@@ -109,10 +109,7 @@ class _Faithless(StateDonor):
 
 
 def copied(
-    line: Line,
-    chunks: int,
-    donors: int = 1,
-    kind: Callable[[int], type[StateDonor]] = lambda _: StateDonor,
+    line: Line, chunks: int, donors: int = 1, kind: Callable[[int], type[StateDonor]] = lambda _: StateDonor
 ) -> tuple[float, int]:
     """Seconds in which a joiner is a copy of one of them, all behind one line, and of which. Raises NoDonor."""
     spec, network = micro_spec(stages=1, layers=4, limits=LIMITS), MemoryNetwork(line)

@@ -232,10 +232,7 @@ async def drawn_in() -> None:
     outer = OUTER.model_copy(update={"inner_steps": 8, "min_inner_steps": 2, "max_lag_tokens": 2000})
     spec = micro_spec(stages=1, layers=1, steps=10**6, outer=outer, limits=limits)
     async with world(
-        spec,
-        3,
-        NodeSettings(in_flight=1, drain_seconds=1),
-        lambda: SimulatedDevice(SECONDS.__getitem__),
+        spec, 3, NodeSettings(in_flight=1, drain_seconds=1), lambda: SimulatedDevice(SECONDS.__getitem__)
     ) as made:
         *veterans, joiner = made.replicas
 

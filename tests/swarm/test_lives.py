@@ -149,10 +149,7 @@ class Met:
 
     async def publish(self, state: PeerState = PeerState.TRAINING) -> None:
         """Its record, as it stands."""
-        await self.directory.publish(
-            record_of(self.transport.peer_id, 0, state),
-            60.0,
-        )
+        await self.directory.publish(record_of(self.transport.peer_id, 0, state), 60.0)
 
     async def look(self) -> set[str]:
         """The peers that it sees."""

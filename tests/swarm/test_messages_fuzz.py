@@ -272,10 +272,7 @@ def fuzz_spec(stages: int) -> RunSpec:
         stages=stages,
         steps=1_000_000,
         outer=OuterSpec(
-            inner_steps=10**6,
-            min_inner_steps=0,
-            max_lag_tokens=LAG,
-            codec="fp32" if stages == 2 else "int4",
+            inner_steps=10**6, min_inner_steps=0, max_lag_tokens=LAG, codec="fp32" if stages == 2 else "int4"
         ),
         pipeline=PipelineSpec(budget_seconds=4.0, progress_seconds=2.0),
         limits=LimitsSpec(chunk_bytes=4096, exchange_progress_seconds=5, record_seconds=5),

@@ -8,13 +8,7 @@ from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import OuterSpec
-from noloco_node.directory.clocks import (
-    RECENT_MICROBATCHES,
-    DrawnBy,
-    OriginsSeen,
-    furthest_clock,
-    median_clock,
-)
+from noloco_node.directory.clocks import RECENT_MICROBATCHES, DrawnBy, OriginsSeen, furthest_clock, median_clock
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.pipeline.messages import MicrobatchHeader

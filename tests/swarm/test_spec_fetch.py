@@ -314,10 +314,7 @@ async def test_a_peer_that_dies_between_hello_and_spec_is_passed_over() -> None:
 async def test_another_protocol_version_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """Alone it is an error, beside a peer of our own it is passed over."""
     async with swarm() as made:
-        claim(
-            made.peer(),
-            Hello(run=OTHER.run_id, name="x", protocol=PROTOCOL_VERSION + 1, version="9.9", stage=0),
-        )
+        claim(made.peer(), Hello(run=OTHER.run_id, name="x", protocol=PROTOCOL_VERSION + 1, version="9.9", stage=0))
         error = await made.refusal()
         assert error.exit_code is ExitCode.WRONG_RUN
         assert f"protocol version {PROTOCOL_VERSION + 1} (noloco-node 9.9)" in error.message

@@ -14,14 +14,7 @@ from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import Identity, load_or_create_identity, sign_statement
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import (
-    Account,
-    Doing,
-    NodeReassigned,
-    NodeStarted,
-    NodeStopped,
-    P2pdRestarted,
-)
+from noloco_node.telemetry.events import Account, Doing, NodeReassigned, NodeStarted, NodeStopped, P2pdRestarted
 from noloco_node.telemetry.words import an_hour, as_clock_time
 from tests.telemetry import made_events as made
 from tests.telemetry.made_events import write
