@@ -134,9 +134,7 @@ def test_utilisation_prints_the_table_that_its_page_shows() -> None:
     """Planned, measured, simulated and the bound; what was not measured is a dash."""
     one, outer = utilisation.POINTS[0], utilisation.POINTS[3]
     row = {"planned": 0.344, "simulated": 0.345, "bound": 1.0}
-    table = utilisation.table(
-        [asdict(one) | row | {"device_share": 0.342, "ratio": 0.994}, asdict(outer) | row],
-    )
+    table = utilisation.table([asdict(one) | row | {"device_share": 0.342, "ratio": 0.994}, asdict(outer) | row])
     assert table.splitlines() == [
         "| uplink, round trip, in flight | planned | measured | measured / planned | simulated | bound |",
         "|---|---|---|---|---|---|",

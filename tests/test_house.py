@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_021,
-    "lines of the tests": 61_176,
-    "lines of benchmarks and deploy": 4_921,
-    "module-level numbers": 504,
+    "lines of the package": 60_015,
+    "lines of the tests": 61_158,
+    "lines of benchmarks and deploy": 4_918,
+    "module-level numbers": 503,
     "files of the package": 292,
     "files of the package below 60 lines": 34,
     "kB of Markdown": 390,

@@ -33,9 +33,7 @@ async def test_a_node_that_leaves_is_not_paused_and_says_so(caplog: pytest.LogCa
     assert "leaving already: 'pause' changes nothing" in caplog.text
 
 
-async def test_a_process_without_a_switch_says_that_there_is_nothing_to_pause(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_process_without_a_switch_says_that_there_is_nothing_to_pause(caplog: pytest.LogCaptureFixture) -> None:
     """The signal would end a process that does not hear it."""
     with caplog.at_level(logging.INFO):
         Interrupts().on_word("resume")

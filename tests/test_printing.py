@@ -27,8 +27,7 @@ def test_the_speed_of_a_swarm_is_told_with_what_it_is_of(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
-    [(-2.0, "0 s"), (4.2, "4 s"), (59.7, "60 s"), (424.0, "7 min"), (7560.0, "2.1 h"), (None, "?")],
+    ("seconds", "told"), [(-2.0, "0 s"), (4.2, "4 s"), (59.7, "60 s"), (424.0, "7 min"), (7560.0, "2.1 h"), (None, "?")]
 )
 def test_a_duration_below_a_minute_is_told_in_seconds(seconds: float | None, told: str) -> None:
     """`0:04 min left` has to be read twice."""

@@ -13,6 +13,7 @@ replicas by half the difference / N.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -128,6 +129,11 @@ class Averaging(Participant):
             side.close(session)
             await say_goodbye(side.transport, session)
             return False
+        except asyncio.CancelledError:  # as by a pause: else the partner would wait to its deadline
+            if side.engagement.holds(session, Phase.LEADING):
+                side.close(session)
+                await run_to_end(say_goodbye(side.transport, session))
+            raise
         finally:
             side.close(session)
         return True

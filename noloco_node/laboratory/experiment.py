@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from noloco_node import ambient
+from noloco_node import __version__, ambient
 from noloco_node.config.lab_spec import LabSpec
 from noloco_node.laboratory.expansion import Cell, Job, Point, job_of
 from noloco_node.laboratory.figures import Record, Result
@@ -25,15 +25,18 @@ from noloco_node.workers import Workers
 class _Line(Record):
     key: str
     result: Result
-    text: str = ""
-    """Fingerprint of the text that was trained on; empty where an older version wrote the line."""
+    text: str
+    """Fingerprint of the text that was trained on."""
+    version: str
+    """The release that trained."""
 
 
 class Journal:
     """The file of finished trainings, one JSON line each: the key of the training, its result and its text."""
 
     def __init__(self, path: Path, text: str = "") -> None:
-        """`text`: fingerprint of the text that is trained on. What was trained on another is trained anew."""
+        """`text`: fingerprint of the text that is trained on. What was trained on another, or by another release, is
+        trained anew."""
         self._path = path
         self._text = text
         self._results: dict[str, Result] = {}
@@ -45,7 +48,7 @@ class Journal:
 
     def add(self, key: str, result: Result) -> None:
         """Keep a result; it is on the disk when this returns. Raises OSError as the file system does."""
-        line = _Line(key=key, result=result, text=self._text).model_dump_json() + "\n"
+        line = _Line(key=key, result=result, text=self._text, version=__version__).model_dump_json() + "\n"
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line)
             file.flush()
@@ -64,7 +67,7 @@ class Journal:
         for line in whole.splitlines():
             with contextlib.suppress(ValidationError):
                 entry = _Line.model_validate_json(line)
-                if entry.text in ("", self._text):
+                if (entry.text, entry.version) == (self._text, __version__):
                     self._results[entry.key] = entry.result
 
 

@@ -85,9 +85,7 @@ async def node(place: Sequence[str], folder: Path, *arguments: str) -> AsyncIter
     """`noloco-node`, started there; ended with the block."""
     with printed_file(folder) as printed:
         process = await asyncio.create_subprocess_exec(
-            *(*place, *program(), *arguments, "--run-folder", str(folder)),
-            stdout=printed,
-            stderr=printed,
+            *(*place, *program(), *arguments, "--run-folder", str(folder)), stdout=printed, stderr=printed
         )
     try:
         yield process

@@ -52,9 +52,7 @@ async def command(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subpro
     of a set speed where OPERATION_SECONDS is in the environment."""
     with printed_file(folder) as printed:
         process = await asyncio.create_subprocess_exec(
-            *(*program(), *arguments, "--run-folder", str(folder)),
-            stdout=printed,
-            stderr=printed,
+            *(*program(), *arguments, "--run-folder", str(folder)), stdout=printed, stderr=printed
         )
     try:
         yield process

@@ -339,10 +339,7 @@ def another_column(path: Path) -> None:
     [(cut_off, "cut off or damaged"), (Path.unlink, "damaged"), (no_rows, "rows"), (another_column, "columns body")],
 )
 async def test_a_shard_that_goes_bad_under_way_is_passed_over_and_named_once(
-    harm: Callable[[Path], None],
-    words: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    harm: Callable[[Path], None], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What can be read of it is trained on, and the rest of the text goes on, pass after pass."""
     monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.001, 60.0))

@@ -79,11 +79,7 @@ def test_an_origin_that_was_cut_off_at_the_end_learns_that_the_stages_are_back()
 def test_who_took_a_lost_first_stage_over_as_the_others_left_at_the_end_waits_no_hour_for_them() -> None:
     """It began stage 0 anew, at a clock of 0, just as the others, near the target, left for want of that stage. It
     had been as near as they, and did not know that any more (seed 1769)."""
-    faults = (
-        Relocate(at=0.139, node=1, stage=1),
-        Freeze(at=0.447, node=4, seconds=2.18),
-        LostStage(at=1.0, stage=0),
-    )
+    faults = (Relocate(at=0.139, node=1, stage=1), Freeze(at=0.447, node=4, seconds=2.18), LostStage(at=1.0, stage=0))
     carried(Schedule(seed=1769, replicas=(2, 2, 2), faults=faults, standby_copies=0))
 
 
@@ -163,11 +159,7 @@ def test_who_joins_after_a_partition_has_ended_is_on_nobodys_other_side() -> Non
 def test_who_is_between_two_stages_when_the_others_leave_begins_no_stage_anew() -> None:
     """They had said that the run was over, and that they leave; their last records were taken for them. It sets out
     early enough to come: at 0.888 it was still on its way, at the target, when it was to go back."""
-    faults = (
-        Relocate(at=0.666, node=2, stage=0),
-        Relocate(at=0.8, node=0, stage=1),
-        Relocate(at=1.0, node=0, stage=0),
-    )
+    faults = (Relocate(at=0.666, node=2, stage=0), Relocate(at=0.8, node=0, stage=1), Relocate(at=1.0, node=0, stage=0))
     carried(Schedule(seed=61055, replicas=(2, 3), faults=faults))
 
 

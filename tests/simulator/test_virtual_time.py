@@ -45,11 +45,7 @@ class Course:
     seconds: float
 
 
-def simulated(
-    course: Callable[[World], Coroutine[None, None, T]],
-    seed: int = 1,
-    spec: RunSpec = SPEC,
-) -> T:
+def simulated(course: Callable[[World], Coroutine[None, None, T]], seed: int = 1, spec: RunSpec = SPEC) -> T:
     """What a course of eight nodes gives, which all start at once; nothing of it is left on any thread."""
 
     async def work() -> T:

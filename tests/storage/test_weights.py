@@ -14,14 +14,7 @@ from torch import Tensor
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import StageCut
-from noloco_node.storage.weights import (
-    MANIFEST,
-    SLOW_FILE,
-    file_sha256,
-    load_slow,
-    read_manifest,
-    save_stage,
-)
+from noloco_node.storage.weights import MANIFEST, SLOW_FILE, file_sha256, load_slow, read_manifest, save_stage
 
 CUT = StageCut(index=1, stages=2, first_layer=2, end_layer=4)
 

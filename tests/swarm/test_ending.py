@@ -339,8 +339,7 @@ async def test_an_origin_that_is_cut_off_ends_near_the_target_and_complains_far_
 
 
 @pytest.mark.parametrize(
-    ("clock", "finished", "found"),
-    [(0.95, False, OVER), (0.6, True, OVER), (0.6, False, ON), (0.3, True, ON)],
+    ("clock", "finished", "found"), [(0.95, False, OVER), (0.6, True, OVER), (0.6, False, ON), (0.3, True, ON)]
 )
 async def test_near_the_target_nobody_waits_an_hour_for_a_lost_stage(
     clock: float, finished: bool, found: RunVerdict

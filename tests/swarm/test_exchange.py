@@ -250,6 +250,20 @@ async def test_who_leaves_as_a_complete_exchange_is_judged_commits_it_as_its_par
         assert [replica.worker.progress.outer_rounds for replica in (left, right)] == [1, 1]
 
 
+async def test_who_is_told_to_end_while_it_dials_sets_its_partner_free() -> None:
+    """A pause left the partner engaged until its progress deadline had passed."""
+    async with trained_replicas(RULE, (4, 4), patience=60.0) as made:
+        left, right = made.replicas
+        never = asyncio.Event().wait
+        made.network.inject(Fault(FaultKind.DELAY, method=exchange.CHUNK.name, wait=never))
+        dialling = asyncio.create_task(left.averaging.dial(peer_name(0, 1)))
+        await eventually(lambda: made.network.fired[FaultKind.DELAY], what="the openings have crossed")
+        await aio.cancel_and_wait([dialling])
+        assert not left.averaging.under_way
+        assert not right.averaging.under_way
+        assert [step.reason for step in outer_steps(made, 1, "aborted")] == ["left: the partner left"]
+
+
 async def test_a_lost_answer_costs_one_more_request_and_adds_nothing_twice() -> None:
     """A chunk whose answer is lost is asked for again; the partner adds it once, both commit the same mean."""
     async with two_replicas() as (made, left, right):

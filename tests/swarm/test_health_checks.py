@@ -126,8 +126,7 @@ async def test_who_falls_silent_is_asked_again_soon_and_no_longer_counts() -> No
 
 
 @pytest.mark.parametrize(
-    ("has_called", "answers", "most"),
-    [(False, 60.0, MOST_TOLD), (True, 60.0, FEW_TOLD), (True, -1.0, FEW_TOLD)],
+    ("has_called", "answers", "most"), [(False, 60.0, MOST_TOLD), (True, 60.0, FEW_TOLD), (True, -1.0, FEW_TOLD)]
 )
 async def test_who_has_called_and_said_what_it_serves_is_told_few_at_the_first_call(
     monkeypatch: pytest.MonkeyPatch, has_called: bool, answers: float, most: int

@@ -209,7 +209,8 @@ def node_of_a_key(key: Path, told: Connection) -> None:
 
 
 async def test_p2pd_dies_with_a_node_that_is_killed(tmp_path: Path) -> None:
-    """`kill -9` of the node ends p2pd within moments, and the next node to start clears its sockets away."""
+    """`kill -9` of the node ends p2pd within moments, and the next node to start clears its sockets away. A p2pd
+    that is frozen notices nothing itself: this one shows that the system ends it (PR_SET_PDEATHSIG)."""
     forks = multiprocessing.get_context("fork")  # what it needs is in memory already
     told, tell = forks.Pipe(duplex=False)
     node = forks.Process(target=node_of_a_key, args=(tmp_path / "key", tell))
@@ -218,6 +219,7 @@ async def test_p2pd_dies_with_a_node_that_is_killed(tmp_path: Path) -> None:
     p2pd = psutil.Process(await asyncio.to_thread(told.recv))
     told.close()
     assert p2pd.is_running()
+    p2pd.suspend()
     node.kill()
     node.join()
     await eventually(lambda: not p2pd.is_running() or p2pd.status() == psutil.STATUS_ZOMBIE, what="p2pd dies too")

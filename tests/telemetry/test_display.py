@@ -71,16 +71,7 @@ def test_the_screen_shows_what_a_person_wants_to_know_and_fits() -> None:
     text = drawn(screen(whole_view(), NOW, 40), 40)
     assert len(text.splitlines()) <= 40
     for words in (
-        *(
-            "inner step",
-            "loss",
-            "validation loss",
-            "tokens/s",
-            "outer steps",
-            "24",
-            "divergence",
-            "learning rate",
-        ),
+        *("inner step", "loss", "validation loss", "tokens/s", "outer steps", "24", "divergence", "learning rate"),
         *("61,440 of 100,000 tokens", "left", "made-up", "last averaged", "s1-r1 with s1-r0", "s1-r1 ended"),
     ):
         assert words in text

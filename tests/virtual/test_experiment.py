@@ -147,6 +147,15 @@ def test_what_was_trained_on_another_text_is_trained_anew(tmp_path: Path) -> Non
     assert [len(run(sweep(), tmp_path, text=text)[1]) for text in ("text-2", "text-2", "text-3")] == [5, 0, 5]
 
 
+def test_what_another_release_trained_is_trained_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows stood among new ones, under the new release's number."""
+    trained: list[int] = []
+    for version in ("0.1", "0.2", "0.2"):
+        monkeypatch.setattr(experiment, "__version__", version)
+        trained.append(len(run(sweep(), tmp_path)[1]))
+    assert trained == [5, 5, 0]
+
+
 def test_an_experiment_that_grows_trains_only_what_is_new(tmp_path: Path) -> None:
     """Another seed, another number of replicas, in the same folder."""
     run(sweep(seeds=[1]), tmp_path)

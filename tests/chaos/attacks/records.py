@@ -161,11 +161,7 @@ def padded(life: Life, stage: int, expires: float) -> Stored:
     """A ghost with an unknown field that fills it up to about 4,000 bytes."""
     identity = throw_away_key()
     record = PeerRecord(
-        peer_id=identity.peer_id,
-        stage=stage,
-        state=PeerState.JOINING,
-        protocol=PROTOCOL_VERSION,
-        version=__version__,
+        peer_id=identity.peer_id, stage=stage, state=PeerState.JOINING, protocol=PROTOCOL_VERSION, version=__version__
     )
     text = record.model_dump_json()
     filler = "x" * max(0, 4000 - len(text) - 250)
