@@ -101,6 +101,8 @@ def level_behind(prefixes: Collection[int]) -> int:
     first bucket as many have, down to its level. The result is the highest level with more records than chance
     explains.
     """
+    if len(prefixes) < BEHIND:
+        return 0
     zeros = [0] * (PREFIX_BITS + 1)
     for prefix in prefixes:
         zeros[PREFIX_BITS - prefix.bit_length()] += 1
