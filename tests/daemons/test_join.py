@@ -82,7 +82,7 @@ async def test_a_late_joiner_copies_a_stage_peer_trains_and_leaves_in_order(
 ) -> None:
     """It takes a stage by itself, starts from a stage peer's state at its clock, and averages with stage peers. On
     SIGTERM it says goodbye: the others see it come and go. Before that `eval` and `generate` look on."""
-    monkeypatch.setenv(OPERATION_SECONDS, "0.08")  # a swarm without end leaves the others of this machine something
+    monkeypatch.setenv(OPERATION_SECONDS, "0.2")  # a swarm without end leaves the others of this machine something
     swarm = LocalSwarm(load_config(MICRO, [ENDLESS, *OWN_TEXT]), tmp_path / "run", command=(*PACED, "run"))
     try:
         await swarm.start()
