@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help swarm test test-daemons test-more-daemons test-swarm test-the-rest test-long test-durations proof metrics reference site dashboards chaos lint clean
+.PHONY: help swarm test parts test-long test-durations proof metrics reference site dashboards chaos lint clean
 
 help:
 	@echo "make swarm   train a 3 M parameter model on a local swarm of 8 nodes (configs/tiny.yaml), about 10 minutes"
@@ -52,19 +52,10 @@ THE_REST := $(addprefix --ignore=,tests/daemons tests/hunt $(WITH_SWARM) $(SIMUL
 # Every test process would compile the package anew where the environment says that nothing compiled is kept.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: style
-	@$(MAKE) --no-print-directory -j5 types test-daemons test-more-daemons test-swarm test-the-rest
+	@$(MAKE) --no-print-directory -j2 types parts
 
-test-daemons: $(STAMP)
-	$(BIN)/pytest $(DAEMONS)
-
-test-more-daemons: $(STAMP)
-	$(BIN)/pytest $(MORE_DAEMONS)
-
-test-swarm: $(STAMP)
-	$(BIN)/pytest $(WITH_SWARM)
-
-test-the-rest: $(STAMP)
-	$(BIN)/pytest $(THE_REST)
+parts: $(STAMP)
+	$(BIN)/python -m tests.parts "$(DAEMONS)" "$(MORE_DAEMONS)" "$(WITH_SWARM)" "$(THE_REST)"
 
 # All examples of the fuzzers, whole runs at full length, every process spawned.
 test-long: export NOLOCO_TESTS_LONG := 1

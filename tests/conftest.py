@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import random
 import signal
 from collections.abc import Iterator
@@ -43,7 +44,8 @@ def the_same_chances() -> None:
     random.seed(0)
 
 
-fork_server.install(fork_server.Client())
+if fork_server.Popen.client is None:  # a part of the suite has one before its first import (`tests/parts.py`)
+    fork_server.install(fork_server.Client())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,7 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """From the first test on, Python's garbage collector looks at what tests make, and at nothing else."""
+    """From the first test on, Python's garbage collector looks at what tests make, and at nothing else. torch's loggers
+    pass on what they are told: pytest puts six handlers a test to each logger that does not, and torch has fifty."""
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.freeze()
     gc.enable()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -38,13 +39,18 @@ MODULES = (
 """What is forked: these, run as `python -m`."""
 LAUNCHES = ("swarm", "--devices")
 """Words of commands that start daemons of their own: those are forked, too."""
-FREE = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_", environment.HUB_VARIABLE)
+FREE = (
+    *("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", "PYTEST_VERSION"),
+    *("PWD", "OLDPWD", "_", "TZ", environment.HUB_VARIABLE),
+)
 """Variables of which no library takes note when it is imported, or which a command sets by itself; those of this
 project neither."""
 SPAWN = "NOLOCO_TESTS_SPAWN"
 NETWORK = "--net="
 CLONE_NEWNET = 0x40000000
 """The flag of setns(2) for a network namespace."""
+SET_PARENT_DEATH_SIGNAL = 1
+"""The option of prctl(2) by which a process gets a signal when its parent ends."""
 SET_CHILD_SUBREAPER = 36
 """The option of prctl(2) by which orphans below this process become its children."""
 LENGTH = 8
@@ -169,12 +175,16 @@ class Popen(subprocess.Popen[Any]):
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
+def possible() -> bool:
+    """False where every process is spawned."""
+    return sys.platform == "linux" and not os.environ.get(SPAWN)
+
+
 def install(client: Client) -> None:
     """From now on this process's children are asked for there, where that can be. Where it cannot, nothing changes."""
-    if sys.platform != "linux" or os.environ.get(SPAWN):
-        return
-    Popen.client = client
-    subprocess.Popen = Popen  # type: ignore[misc]
+    if possible():
+        Popen.client = client
+        subprocess.Popen = Popen  # type: ignore[misc]
 
 
 @contextlib.contextmanager
@@ -189,6 +199,25 @@ def spawning() -> Iterator[None]:
         yield
     finally:
         client.on = before
+
+
+@contextlib.contextmanager
+def forked_workers() -> Iterator[None]:
+    """Workers that this process starts in the block (`noloco_node/workers.py`) are forked from it, where that can
+    be: what they import is in memory already."""
+    forking = multiprocessing.get_context("fork")
+    before = multiprocessing.get_context
+    if possible():
+        multiprocessing.get_context = lambda _=None: forking  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        multiprocessing.get_context = before
+
+
+def end_with_its_parent() -> None:
+    """This process ends as soon as its parent does, whatever ended that."""
+    _system("prctl", SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
 def _adopt_orphans(wanted: bool) -> None:
@@ -258,38 +287,54 @@ def _become(request: Request, files: Sequence[int]) -> None:
             _system("setns", namespace.fileno(), CLONE_NEWNET)
     os.environ.clear()
     os.environ.update(request.environment)
+    time.tzset()
     tempfile.tempdir = None
     os.chdir(request.folder)
     sys.path[0] = request.folder
 
 
-def _with_its_own_server() -> None:
-    """What this process starts is forked from it as it is now, without threads or loop."""
+def fork_a_server() -> tuple[socket.socket, int]:
+    """A process that forks from this one as it is now, without threads or loop: its connection and its id. It ends
+    once the connection is closed."""
     ours, theirs = socket.socketpair()
     server = os.fork()
-    if server != 0:
-        theirs.close()
-        install(Client(ours))
-        exit_at_once = os._exit
+    if server == 0:
+        ours.close()
+        _live_as_a_server(theirs)
+    theirs.close()
+    return ours, server
 
-        def exit_after_the_server(code: int) -> NoReturn:
-            # A test that looks for processes that are left after this one would see it.
-            ours.close()
-            os.waitpid(server, 0)
-            exit_at_once(code)
 
-        os._exit = exit_after_the_server
-        return
-    ours.close()
+def _live_as_a_server(connection: socket.socket) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(nothing, number)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        # What whoever started this process left open goes to no child of it: `subprocess` closes it, too.
+        with contextlib.suppress(OSError):
+            if number > 2 and os.get_inheritable(number):
+                os.close(number)
     os.close(nothing)
-    request = serve(theirs)
+    request = serve(connection)
     if request is None:
         os._exit(0)
     _run(request.arguments)
+
+
+def _with_its_own_server() -> None:
+    """What this process starts is forked from it as it is now."""
+    ours, server = fork_a_server()
+    install(Client(ours))
+    exit_at_once = os._exit
+
+    def exit_after_the_server(code: int) -> NoReturn:
+        # A test that looks for processes that are left after this one would see it.
+        ours.close()
+        os.waitpid(server, 0)
+        exit_at_once(code)
+
+    os._exit = exit_after_the_server
 
 
 def _run(arguments: Sequence[str]) -> NoReturn:
@@ -313,7 +358,7 @@ def _run(arguments: Sequence[str]) -> NoReturn:
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def _load() -> None:
+def load() -> None:
     """What daemons and most other commands import."""
     import uvloop  # noqa: F401
     from hivemind.utils.multiaddr import Multiaddr
@@ -335,7 +380,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with loading():
-        _load()
+        load()
     request = serve(connection)
     if request is not None:
         _run(request.arguments)

@@ -96,7 +96,7 @@ def p2pd_children() -> list[int]:
     found: list[int] = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE and any("p2pd" in part for part in child.cmdline()[:6]):
+            if child.status() != psutil.STATUS_ZOMBIE and any(part.endswith("/p2pd") for part in child.cmdline()[:6]):
                 found.append(child.pid)
     return found
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.fork_server import spawning
+from tests.fork_server import SPAWN, Popen, spawning
 from tests.support import eventually
 
 COMMAND = [sys.executable, "-m", "tests.says_itself"]
@@ -35,6 +35,13 @@ def comparable(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any], 
     """What a process said, its chance, its exit code, and its last complaint."""
     said, chance = json.loads(done.stdout)
     return said, chance, done.returncode, done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(bool(os.environ.get(SPAWN)), reason="every process is spawned")
+def test_what_a_part_of_the_suite_starts_is_forked() -> None:
+    """A variable that pytest had set by then made every daemon of two parts import everything for itself."""
+    assert Popen.client is not None
+    assert Popen.client.takes(os.environ)
 
 
 @pytest.mark.parametrize("how", ["0", "7", "ends", "fails", "says"])

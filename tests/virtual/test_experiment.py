@@ -21,6 +21,7 @@ from noloco_node.laboratory.expansion import Job, expand
 from noloco_node.laboratory.experiment import Experiment, Finished, Journal, Train
 from noloco_node.laboratory.figures import Result
 from noloco_node.workers import Workers
+from tests.fork_server import forked_workers
 from tests.support import eventually
 from tests.virtual import made_results as made
 
@@ -47,14 +48,11 @@ def sweep(**more: Any) -> dict[str, Any]:
 def run(
     lab: dict[str, Any], folder: Path, work: Train | None = None, text: str = ""
 ) -> tuple[list[Result], list[Finished]]:
-    """The results of an experiment, and what was told while it ran. Without `work` this process trains. Workers are
-    forked: what they import is in memory already."""
+    """The results of an experiment, and what was told while it ran. Without `work` this process trains."""
     told: list[Finished] = []
     config = made.config(lab)
     journal = Journal(folder / "runs.jsonl", text)
-    forking = multiprocessing.get_context("fork")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(multiprocessing, "get_context", lambda _: forking)
+    with pytest.MonkeyPatch.context() as patched, forked_workers():
         if work is None:
             patched.setattr(experiment, "Workers", Here)
         return Experiment(config.lab, expand(config), journal, told.append, work or made.made_training).run(), told

@@ -16,6 +16,7 @@ from noloco_node.laboratory.course import command_line, plan_lab
 from noloco_node.laboratory.expansion import expand, job_of
 from noloco_node.laboratory.experiment import train
 from noloco_node.laboratory.figures import Measurement, Result, Results
+from tests.fork_server import forked_workers
 from tests.virtual import made_results as made
 
 LAB = """
@@ -54,7 +55,8 @@ def test_a_real_experiment_goes_on_without_training_and_has_the_same_numbers_in_
     """What its worker has trained and this process trains again is equal to the last digit; a second start trains
     nothing."""
     one, workers = tmp_path / "one", ("--set", "lab.workers=1")
-    assert cli.main(["lab", str(lab_file), "--out", str(one), *workers]) == 0
+    with forked_workers():
+        assert cli.main(["lab", str(lab_file), "--out", str(one), *workers]) == 0
     first = capsys.readouterr().out
     # There are 2 × (2 tune + 2 report) of noloco, 2 × 2 of none, 2 of data parallel.
     assert "laboratory: 3 variants, 14 trainings, 57,344 tokens in all" in first
