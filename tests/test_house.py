@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_015,
-    "lines of the tests": 61_158,
+    "lines of the package": 60_017,
+    "lines of the tests": 61_281,
     "lines of benchmarks and deploy": 4_918,
     "module-level numbers": 503,
     "files of the package": 292,
