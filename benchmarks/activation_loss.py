@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.command import command, parser_of, save, whole
-from noloco_node.config.lab_spec import WorldSpec
+from noloco_node.config.experiments import WorldSpec
 from noloco_node.config.load import load_config
 from noloco_node.laboratory.training import simulate
 

@@ -22,7 +22,7 @@ from benchmarks.command import command, device, parser_of, save, whole
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
-from noloco_node.training.compiled_stage import INDUCTOR
+from noloco_node.training.stage_forms import INDUCTOR
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext
 

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from noloco_node.config.experiments import SimSpec
 from noloco_node.config.load import Config
-from noloco_node.config.sim_spec import SimSpec
 from noloco_node.simulator.course import exchange_arithmetic
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time

@@ -17,11 +17,10 @@ from pydantic.fields import FieldInfo
 
 from noloco_node.config.data_spec import MixedSource
 from noloco_node.config.environment import variable_of
-from noloco_node.config.lab_spec import LabSpec, VariantSpec
+from noloco_node.config.experiments import HuntSpec, LabSpec, SimSpec, VariantSpec
 from noloco_node.config.node_settings import LocalSwarmSettings, NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import Settings
-from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.errors import EXIT_MEANINGS
 from noloco_node.telemetry.events import AnyEvent, Distribution, Event, Strangers
 

@@ -34,8 +34,8 @@ SETTINGS_FILES = (
     "config/model_spec.py",
     "config/data_spec.py",
     "config/node_settings.py",
-    "config/lab_spec.py",
-    "config/sim_spec.py",
+    "config/experiments.py",
+    "config/experiments.py",
     "config/load.py",
 )
 

@@ -18,14 +18,14 @@ import yaml
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from noloco_node.cli import evaluating
+from noloco_node.cli import exporting
 from noloco_node.cli.main import main
 from noloco_node.config.load import load_config
 from noloco_node.config.tokenizer_files import fingerprint_of_tokenizer
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting import write
+from noloco_node.exporting.evaluation import Wish, continued
 from noloco_node.exporting.folders import gather_folders
-from noloco_node.exporting.read import Wish, continued
 from noloco_node.exporting.write import merge_run
 from noloco_node.model.export import generate_sample, load_exported
 from noloco_node.storage.run_folder import RunFolder
@@ -279,14 +279,14 @@ def test_a_folders_model_is_heard_token_by_token_and_says_what_transformers_draw
     with pytest.raises(UserError, match="positions"):
         continued(out, Wish("a" * positions, 1, 0.0, seed=3), order.append)
     tokenizer = SimpleNamespace(encode=lambda *_, **__: [10**6], eos_token_id=None)
-    monkeypatch.setattr("noloco_node.exporting.read.pretrained_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr("noloco_node.exporting.evaluation.pretrained_tokenizer", lambda _: tokenizer)
     with pytest.raises(UserError, match="vocabulary"):
         continued(out, Wish("a", 1, 0.0, seed=3), order.append)
 
 
 def test_what_a_swarms_model_says_does_not_speak_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Strangers have trained it; lines stay lines."""
-    evaluating._write("one\ttwo\n\x1b]52;c;cm0=\x07\r\u202e…ü")  # pyright: ignore[reportPrivateUsage]
+    exporting._write("one\ttwo\n\x1b]52;c;cm0=\x07\r\u202e…ü")  # pyright: ignore[reportPrivateUsage]
     assert capsys.readouterr().out == "one\ttwo\n\ufffd]52;c;cm0=\ufffd\ufffd\ufffd…ü"
 
 

@@ -304,7 +304,7 @@ def test_a_command_says_what_it_does_before_it_is_silent_for_seconds(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("noloco_node.telemetry.words.SLOW_TO_LOAD", "nothing that could be loaded")
-    for room in ("cli.handlers", "cli.printing", "cli.small", "cli.evaluating", "cli.exporting", "cli.data"):
+    for room in ("cli.handlers", "cli.printing", "cli.small", "cli.exporting", "cli.data"):
         monkeypatch.setattr(f"noloco_node.{room}.loading", stop)
     for room in ("exporting.sources", "node.early_checks"):
         monkeypatch.setattr(f"noloco_node.{room}.loading", stop)

@@ -11,8 +11,7 @@ from typing import Any, NoReturn, cast
 from noloco_node import __version__
 from noloco_node.cli import handlers
 from noloco_node.cli.data import prepare_arguments, train_arguments
-from noloco_node.cli.evaluating import eval_arguments, generate_arguments
-from noloco_node.cli.exporting import export_arguments
+from noloco_node.cli.exporting import eval_arguments, export_arguments, generate_arguments
 from noloco_node.cli.help_texts import DESCRIPTION, ENVIRONMENT_HELP, HELP
 from noloco_node.cli.node_options import (
     doctor_arguments,

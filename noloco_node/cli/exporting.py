@@ -1,30 +1,38 @@
-"""`noloco-node export`: a model out of a run."""
+"""`noloco-node export`, `eval` and `generate`: a model out of a run, what it is worth, and what it says."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from noloco_node import ambient
 from noloco_node.cli.node_options import CONFIG_ARGUMENT, OWN_TEXT, guest_arguments, own_text_argument, set_argument
-from noloco_node.errors import ExitCode
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.exporting.sources import (
     are_addresses,
     check_own_files,
+    check_text_named,
     gathered_folders,
     gathered_live,
+    named_run,
     say,
     with_text,
     with_tokenizer,
 )
 from noloco_node.process_memory import loading
-from noloco_node.telemetry.words import say_loading
+from noloco_node.telemetry.words import plain_text, say_loading
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from noloco_node.config.run_spec import RunSpec
+    from noloco_node.exporting.evaluation import HeldOut, Score
     from noloco_node.exporting.gathered import Gathered, SavedReplica
     from noloco_node.exporting.write import Exported
 
@@ -88,3 +96,162 @@ def _span(replicas: Sequence[SavedReplica]) -> str:
     """From which clock to which they were trained, where they differ: the less trained ones are part of the mean."""
     first, last = (f"{clock([one.clock for one in replicas]):,.0f}" for clock in (min, max))
     return "" if first == last else f" (trained to {first} … {last} tokens)"
+
+
+FIRST_COLUMN = 46
+
+
+def eval_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `eval`."""
+    add = command.add_argument
+    places = "what `export` wrote; or nodes of a run under way, or run folders, as `export` takes them"
+    add("sources", metavar="DIR|ADDRESS", nargs="+", help=places)
+    add("--config", metavar="CONFIG", type=Path, help=CONFIG_ARGUMENT)
+    guest_arguments(command)
+    set_argument(command, OWN_TEXT)
+    own_text_argument(command)
+    command.set_defaults(call=_eval)
+
+
+def generate_arguments(command: argparse.ArgumentParser) -> None:
+    """The options of `generate`."""
+    add = command.add_argument
+    places = "what `export` wrote, or another model of transformers; or nodes of a run under way"
+    add("sources", metavar="DIR|ADDRESS", nargs="+", help=places)
+    add("--prompt", metavar="TEXT", required=True, help="how the text begins")
+    add("--max-tokens", metavar="N", type=int, default=200, help="so many tokens at most (default: 200)")
+    add("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    add("--seed", metavar="N", type=int, default=0, help="another seed gives another text (default: 0)")
+    guest_arguments(command)
+    set_argument(command, "run.data.tokenizer=DIR where the run's tokenizer lies on this machine")
+    command.set_defaults(call=_generate, config=None)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    first = Path(options.sources[0])
+    if len(options.sources) == 1 and (first / "config.json").is_file():
+        return _eval_model(first, options)
+    with contextlib.ExitStack() as stack:
+        if are_addresses(options.sources):
+            check_text_named(options)
+            gathered = gathered_live(options, stack, None, lambda run: with_text(run, options))
+        else:
+            gathered = gathered_folders(options)
+        _eval_replicas(gathered, options)
+    return int(ExitCode.OK)
+
+
+def _eval_replicas(gathered: Gathered, options: argparse.Namespace) -> None:
+    with loading():
+        from noloco_node.exporting.evaluation import HeldOut
+        from noloco_node.exporting.write import mean_of
+
+    held_out, kept = HeldOut(with_text(gathered.run, options)), gathered.kept()
+    mean = {name: value for stage in sorted(kept) for name, value in mean_of(kept[stage]).items()}
+    _print_head(gathered.run, held_out, f", at {gathered.clock:,.0f} of {gathered.run.inner.target_tokens:,} tokens")
+    held_out.singles(kept, mean, _print_single)
+
+
+def _eval_model(folder: Path, options: argparse.Namespace) -> int:
+    say_loading()
+    with loading():
+        from noloco_node.exporting.evaluation import HeldOut, open_model
+        from noloco_node.exporting.folders import read_run, tokenizer_at
+        from noloco_node.exporting.write import RUN_FILE
+        from noloco_node.model.cut import build_config
+
+    run = named_run(options) or with_text(tokenizer_at(read_run(folder / RUN_FILE), folder), options)
+    model = open_model(folder)
+    ids, known = build_config(run.model).vocab_size, cast("Any", model).get_input_embeddings().num_embeddings
+    if known < ids:
+        raise UserError(
+            ExitCode.CONFIG,
+            f"the model in '{folder}' knows {known:,} token ids, and run '{run.name}' has {ids:,}",
+            "name the configuration of the run that it was trained in, or leave --config out",
+        )
+    held_out = HeldOut(run)
+    _print_head(run, held_out)
+    _print_score("the model", held_out.score(model))
+    return int(ExitCode.OK)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    if options.max_tokens < 1 or not 0.0 <= options.temperature <= 100.0:
+        message = f"--max-tokens is {options.max_tokens} and --temperature {options.temperature:g}"
+        raise UserError(ExitCode.USAGE, message, "name 1 token or more, and a temperature from 0 to 100")
+    if not options.prompt:
+        raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
+    live = are_addresses(options.sources)
+    if len(options.sources) > 1 and not live:
+        message = f"{len(options.sources)} folders are named"
+        raise UserError(ExitCode.USAGE, message, "name one folder, which `noloco-node export` wrote")
+    with contextlib.ExitStack() as stack:
+        model = _fetched_model(options, stack) if live else Path(options.sources[0])
+        say_loading()
+        with loading():
+            from noloco_node.exporting.evaluation import Wish, continued
+
+        wish = Wish(options.prompt, options.max_tokens, options.temperature, options.seed)
+        with _own_line():
+            spoken = continued(model, wish, _write)
+    say(f"{spoken.tokens} tokens in {spoken.seconds:,.1f} s")
+    if spoken.full:
+        say("the text ends where the model's positions do (max_position_embeddings of its config.json)")
+    return int(ExitCode.OK)
+
+
+def _fetched_model(options: argparse.Namespace, stack: contextlib.ExitStack) -> Path:
+    """The model of the run at the addresses, as `export` makes it, in a folder that is gone when the stack is left."""
+    from noloco_node.config.data_spec import NO_TOKENIZER
+    from noloco_node.exporting.write import export
+
+    def speakable(run: RunSpec) -> RunSpec:
+        if run.data.tokenizer == NO_TOKENIZER:
+            raise UserError(
+                ExitCode.DATA,
+                f"run '{run.name}' has no tokenizer: it knows token ids only",
+                "take the model home with noloco-node export, and copy the tokenizer that made its ids beside it",
+            )
+        return with_tokenizer(run, options)
+
+    gathered = gathered_live(options, stack, None, speakable)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="noloco-generate-"))
+    return export(replace(gathered, run=speakable(gathered.run)), Path(folder) / "model", say).folder
+
+
+@contextlib.contextmanager
+def _own_line() -> Generator[None]:
+    """What is written in it piece by piece ends with its line, whatever ends it."""
+    try:
+        yield
+    finally:
+        print(flush=True)
+
+
+def _write(text: str) -> None:
+    print(plain_text(text), end="", flush=True)
+
+
+def _print_head(run: RunSpec, held_out: HeldOut, at: str = "") -> None:
+    print(f"run {run.name} ({run.run_id}){at}: {held_out.windows} held-out windows, {held_out.tokens:,} tokens")
+    if held_out.bytes is None:
+        print("bits a byte are not known: the run trains on token ids, without a tokenizer (run.data.tokenizer: none)")
+    print(f"{'':<{FIRST_COLUMN}} {'loss':>8} {'perplexity':>12} {'bits/byte':>10}", flush=True)
+
+
+def _print_single(replica: SavedReplica | None, score: Score) -> None:
+    _print_score("merged" if replica is None else _alone(replica), score)
+
+
+def _alone(replica: SavedReplica) -> str:
+    folder = "" if replica.source == replica.peer else replica.source.rpartition("/")[2]
+    words = [word for word in (folder, f"…{replica.peer[-6:]}" if replica.peer else "") if word]
+    return f"stage {replica.stage} of {' '.join(words)} alone"[:FIRST_COLUMN]
+
+
+def _print_score(name: str, score: Score) -> None:
+    perplexity = f"{score.perplexity:,.3f}" if math.isfinite(score.perplexity) else "infinite"
+    bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
+    print(f"{name:<{FIRST_COLUMN}} {score.loss:>8.4f} {perplexity:>12} {bits:>10}", flush=True)
+    for source, each in score.sources:
+        _print_score(f"  on {source}"[:FIRST_COLUMN], each)

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     from noloco_node.config.load import load_config
     from noloco_node.node.early_checks import check_peers, check_trainable
     from noloco_node.node.way_out import bounded_way_out
-    from noloco_node.storage.private_folder import leave_shared_folder
+    from noloco_node.storage.held import leave_shared_folder
     from noloco_node.telemetry.node_pages import early_pages
 
     config = load_config(options.config, node_overrides(options), os.environ)

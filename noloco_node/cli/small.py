@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.process_memory import loading
-from noloco_node.storage.file_lock import NODE_LOCK, lock_holder
+from noloco_node.storage.held import NODE_LOCK, lock_holder
 from noloco_node.telemetry.web import Hangs, ask_page
 from noloco_node.telemetry.words import say_asking, say_drawing
 

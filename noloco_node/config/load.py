@@ -18,14 +18,13 @@ from pydantic_core import ErrorDetails
 
 from noloco_node.config import environment
 from noloco_node.config.environment import node_environment, variable_of
+from noloco_node.config.experiments import HuntSpec, LabSpec, SimSpec
 from noloco_node.config.files import parse_yaml, read_config
-from noloco_node.config.lab_spec import LabSpec
 from noloco_node.config.node_settings import UNCOMPILED, LocalSwarmSettings, NodeSettings, why_not_compiled
 from noloco_node.config.own_paths import OWN_PATHS, with_own_paths
 from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.config.settings import GONE, Settings, new_name, with_new_names
-from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.config.tokenizer_files import with_tokenizer
 from noloco_node.config.wording import allowed_in_words, did_you_mean, value_in_words
 from noloco_node.errors import SHOWN, ExitCode, UserError

@@ -13,7 +13,7 @@ from noloco_node import ambient
 from noloco_node.diagnostics.status import Events, node_folders
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.node.interrupts import WORDS, Word
-from noloco_node.storage.file_lock import NODE_LOCK
+from noloco_node.storage.held import NODE_LOCK
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, EventReader, NodeStopped
 from noloco_node.telemetry.words import one_line

@@ -18,7 +18,6 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.dht_node import CannotBeReached, ClocksDiffer, DhtNode, Stored, peer_name
 from noloco_node.directory.dht_walk import WALK_SECONDS, Walker
-from noloco_node.directory.intake import Intake
 from noloco_node.directory.known_peers import LostPeers
 from noloco_node.directory.records import (
     EVERYBODY,
@@ -30,7 +29,7 @@ from noloco_node.directory.records import (
 )
 from noloco_node.directory.sampled_view import USUAL_LIFE, SampledView
 from noloco_node.directory.store import RecordStore, esteem_by
-from noloco_node.directory.validator import RecordValidator, bucket_key, sign_record
+from noloco_node.directory.validator import Intake, RecordValidator, bucket_key, sign_record
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address, peers_unreachable
 from noloco_node.identity.keys import Identity

@@ -29,9 +29,9 @@ from hivemind.utils.timed_storage import (  # pyright: ignore[reportMissingTypeS
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.asked_key import AskedKey, pack_asked, unpack_asked
-from noloco_node.directory.intake import Intake
 from noloco_node.directory.store import Esteem, HeldRecord, RecordStore
 from noloco_node.directory.validator import (
+    Intake,
     pack_dictionary,
     pack_one,
     unpack_dictionary,

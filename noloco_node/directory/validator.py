@@ -1,9 +1,13 @@
-"""Signed directory records: how they are written, and the total predicate that every node applies to them.
+"""Signed directory records: how they are written, the total predicate on them, and what a node takes in of them.
 
 A value is stored under (key of the stage, subkey = the peer's id, expiry). Its signature, by the key behind the peer
 id, covers all of these. Nobody can therefore move a record to another place or lengthen its life. The predicate reads
 no clock: a skewed one would empty the directory. It never raises: one value that passed and did not parse would hang
 the look-ups of every reader.
+
+A record comes by a store, in an answer to a look-up, or told over an own link. `Intake` judges all three alike, one by
+one and at a bounded cost. One bad record never takes others with it: between two honest clocks or versions that would
+be a weapon.
 
 How records lie in hivemind's messages: MessagePack, a dictionary as an extension type. Anything else is nothing.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
@@ -21,11 +25,13 @@ from hivemind.dht.crypto import DHTRecord, RecordValidatorBase  # pyright: ignor
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from pydantic_core import from_json
 
+from noloco_node import ambient
 from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
-from noloco_node.directory.records import PeerRecord
+from noloco_node.directory.records import PeerRecord, SignedRecord
+from noloco_node.directory.store import Esteem, HeldRecord, NoRoom, RecordStore
 from noloco_node.identity.keys import PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import PeerTable
+from noloco_node.tallies import Budget, PeerBudgets, PeerTable
 
 DICTIONARY_CODE = 0x50
 MOST_ROWS = 1024
@@ -234,3 +240,88 @@ def _place(key: bytes, subkey: str, expires: float) -> bytes:
 def _digest(key: str) -> bytes:
     identifier: Any = DHTID.generate(source=key)
     return bytes(identifier.to_bytes())
+
+
+SKEW_SECONDS = 300.0
+"""The clock of an honest node may be so many seconds ahead of this node's: only ghosts live longer by it."""
+CHECKS_AT_ONCE, CHECKS_A_SECOND = 256.0, 32.0
+"""One peer can make this node check so many new signatures at once, and so many a second, at a tenth of a millisecond
+each. Honest peers bring whole keys when they meet a node, and then what has been renewed since."""
+POOLS: dict[Esteem, tuple[float, float]] = {
+    Esteem.HEARSAY: (512.0, 128.0),
+    Esteem.DIRECT: (256.0, 64.0),
+    Esteem.KNOWN: (2048.0, 512.0),
+}
+"""New signatures that are checked at once, and a second, for all peers of a kind together. The kinds are peers that
+bring records of others, that bring their own, and that have answered this node. Each has its own pool, so that a flood
+of one kind shuts nobody of another out."""
+
+
+class Intake:
+    """Checks records and puts them into the store. `now` gives DHT time, `known` whether a peer has answered here."""
+
+    def __init__(
+        self,
+        own: PeerId,
+        validator: RecordValidator,
+        store: RecordStore,
+        known: Callable[[PeerId], bool],
+        now: Callable[[], float],
+        longest_life: float,
+        clock: Callable[[], float] = ambient.monotonic,
+    ) -> None:
+        self._own = own
+        self._validator = validator
+        self._store = store
+        self._known = known
+        self.now = now
+        self._longest_life = longest_life
+        self._of_peers = PeerBudgets[PeerId](CHECKS_AT_ONCE, CHECKS_A_SECOND, clock)
+        self._pools = {esteem: Budget(*pool, clock) for esteem, pool in POOLS.items()}
+        self.checked = 0
+        """Signatures so far."""
+
+    @property
+    def latest_expiry(self) -> float:
+        """DHT time beyond which no record is believed to live."""
+        return self.now() + self._longest_life + SKEW_SECONDS
+
+    def take(self, storer: PeerId, key: bytes, signer: object, signed: object, expires: object) -> bool:
+        """Take in one record as `storer` brought it, of any types; whether it is held now. Never raises."""
+        if not isinstance(signer, str) or not isinstance(signed, bytes) or not isinstance(expires, float):
+            return False
+        now, peer = self.now(), PeerId(signer)
+        if not now < expires <= self.latest_expiry:
+            return False
+        held = self._store.held(key, peer)
+        if held is not None and held.expires >= expires:
+            same = held.signed == signed and held.expires == expires
+            if same:
+                self._store.touch(held, peer, storer, now)
+            return same
+        if not self._may_check(storer, peer):
+            return False
+        self.checked += 1
+        record = self._validator.read_at(key, signer, signed, expires)
+        return record is not None and self._store.put(key, peer, HeldRecord(record, signed, expires, storer), now)
+
+    def read(self, key: bytes, row: SignedRecord) -> PeerRecord | None:
+        """The record as its owner signed it for `key`; None where it did not. Nothing is taken in."""
+        return self._validator.read_at(key, row.peer, row.signed, row.expires)
+
+    def _may_check(self, storer: PeerId, signer: PeerId) -> bool:
+        if storer == self._own:
+            return True
+        if self._known(storer):
+            kind = Esteem.KNOWN
+        elif storer == signer:
+            kind = Esteem.DIRECT
+        else:
+            kind = Esteem.HEARSAY
+        own, pool = self._of_peers.of(storer), self._pools[kind]
+        if own.left < 1.0 or pool.left < 1.0:
+            self._store.no_room[NoRoom.CHECKS] += 1
+            return False
+        own.spend()
+        pool.spend()
+        return True

@@ -22,7 +22,7 @@ from noloco_node import ambient
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage import atomic
-from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
+from noloco_node.storage.held import FileLock, LockHeld, lock_holder
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from pydantic import JsonValue, ValidationError
 
-from noloco_node.config.lab_spec import Algorithm, LabSpec, VariantSpec, WorldSpec
+from noloco_node.config.experiments import Algorithm, LabSpec, VariantSpec, WorldSpec
 from noloco_node.config.load import Config, Problem, problems_of
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.run_spec import RunSpec

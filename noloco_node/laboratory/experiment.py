@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from noloco_node import __version__, ambient
-from noloco_node.config.lab_spec import LabSpec
+from noloco_node.config.experiments import LabSpec
 from noloco_node.laboratory.expansion import Cell, Job, Point, job_of
 from noloco_node.laboratory.figures import Record, Result
 from noloco_node.workers import Workers

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from noloco_node.config.lab_spec import Algorithm
+from noloco_node.config.experiments import Algorithm
 from noloco_node.config.run_spec import ActivationCodec, token_bytes
 
 

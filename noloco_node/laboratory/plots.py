@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from PIL import Image
 
-from noloco_node.config.lab_spec import Plot
+from noloco_node.config.experiments import Plot
 from noloco_node.laboratory.expansion import GAMMA
 from noloco_node.laboratory.figures import (
     FigureLine,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from noloco_node.averaging.matchmaking import Dial, PairingState, StepAlone, Window, answer_proposal, decide
-from noloco_node.config.lab_spec import Algorithm, WorldSpec
+from noloco_node.config.experiments import Algorithm, WorldSpec
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.laboratory.stacked import StackedStage

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.config.data_spec import DataSpec
-from noloco_node.config.lab_spec import Algorithm, WorldSpec
+from noloco_node.config.experiments import Algorithm, WorldSpec
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.windows import Windows, load_windows
 from noloco_node.document_marks import positions_of

@@ -19,7 +19,7 @@ from noloco_node.config.load import Config, render
 from noloco_node.errors import ExitCode, UserError, describe_exit
 from noloco_node.storage import atomic
 from noloco_node.storage.checkpoint import CheckpointFolder
-from noloco_node.storage.private_folder import SHARED_PREFIX
+from noloco_node.storage.held import SHARED_PREFIX
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, EventReader, NodeReassigned, NodeStarted, NodeStopped
 from noloco_node.telemetry.web import TARGETS, scrape_targets

@@ -31,7 +31,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import MAPS_PORT, announcing, explain
 from noloco_node.libp2p.hivemind_link import connect_hivemind, disconnect_hivemind, reconnect_hivemind, withdraw_handler
 from noloco_node.libp2p.relay_messages import varint
-from noloco_node.storage.private_folder import PrivateFolder
+from noloco_node.storage.held import PrivateFolder
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.pool import StreamHandler
 

@@ -24,7 +24,7 @@ from noloco_node.libp2p.arguments import ALWAYS, NOT_THIS_PEER, check_port_free,
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay_places import circuit_address, keep_places, willing_relays
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
-from noloco_node.storage.private_folder import PrivateFolder, sweep_dead_folders
+from noloco_node.storage.held import PrivateFolder, sweep_dead_folders
 
 logger = logging.getLogger(__name__)
 

@@ -43,9 +43,8 @@ from noloco_node.transport.interface import Transport
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.pacing import line_of
 from noloco_node.transport.same_machine import SameMachine
-from noloco_node.trust.admission import Introduction, own_access
+from noloco_node.trust.admission import Introduction, OwnInvitation, own_access
 from noloco_node.trust.lives import LifeWatch, OwnLife, agree_birth
-from noloco_node.trust.own_invitation import OwnInvitation
 from noloco_node.trust.screened_directory import ScreenedDirectory
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from noloco_node import ambient
-from noloco_node.accounting.activity import Activity, doing, facts_of
-from noloco_node.accounting.stats import NodeStats
+from noloco_node.accounting.stats import Activity, NodeStats, doing, facts_of
 from noloco_node.aio import Pulse, cancel_and_wait
 from noloco_node.averaging.step import Averaging
 from noloco_node.config.node_settings import NodeSettings

@@ -24,10 +24,10 @@ from pydantic import ValidationError
 from noloco_node.aio import cancel_and_wait
 from noloco_node.averaging.session import STALE_SECONDS
 from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.experiments import HuntSpec
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import EvaluationSpec, InnerSpec, LimitsSpec, OuterSpec, RunSpec
-from noloco_node.config.sim_spec import HuntSpec
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.simulator.faults import (
     ENDS_NODES,

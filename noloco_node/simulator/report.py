@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from noloco_node import __version__
+from noloco_node.config.experiments import HuntSpec, SimSpec
 from noloco_node.config.load import Config
-from noloco_node.config.sim_spec import HuntSpec, SimSpec
 from noloco_node.simulator.course import Simulated
 from noloco_node.simulator.hunt import Hunted
 from noloco_node.telemetry.words import one_line

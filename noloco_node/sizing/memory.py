@@ -17,8 +17,7 @@ from noloco_node.outer.codec import CODECS
 from noloco_node.outer.learnt import learnt_bytes
 from noloco_node.outer.replica import device_bytes
 from noloco_node.process_memory import address_space_left
-from noloco_node.sizing.activations import FP32
-from noloco_node.sizing.footprint import Footprint
+from noloco_node.sizing.footprint import FP32, Footprint
 from noloco_node.storage.run_folder import SMALLEST_DISK
 from noloco_node.training.compute_device import memory_of_device, resolve_device
 from noloco_node.training.compute_thread import MOST_AHEAD

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from noloco_node.config.files import is_plain, read_small
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage import atomic
-from noloco_node.storage.file_lock import NODE_LOCK, FileLock, LockHeld, holder_pid, lock_holder
+from noloco_node.storage.held import NODE_LOCK, FileLock, LockHeld, holder_pid, lock_holder
 
 MARK = "run.json"
 SMALLEST_DISK = 64 << 20

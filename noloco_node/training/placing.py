@@ -17,9 +17,9 @@ from noloco_node.model.stage import Stage
 from noloco_node.outer.codec import CODECS
 from noloco_node.outer.replica import OuterReplica
 from noloco_node.outer.update import OuterRule
-from noloco_node.training.compiled_stage import INDUCTOR, CompileBackend
 from noloco_node.training.compute_device import device_kind, resolve_device, use_tensor_cores
 from noloco_node.training.compute_thread import Compute, Priority
+from noloco_node.training.stage_forms import INDUCTOR, CompileBackend
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import StageFacts, Trainer, carried_dtype
 

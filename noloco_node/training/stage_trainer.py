@@ -23,11 +23,10 @@ from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
 from noloco_node.training.bounds import GradientSigns, NormBound
-from noloco_node.training.compiled_stage import CompileBackend, CompiledStage, check_compiles, trying
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import InnerOptimizer, moment_sizes
-from noloco_node.training.layer_checkpoints import checkpoint_layers
 from noloco_node.training.layout import FlatLayout
+from noloco_node.training.stage_forms import CompileBackend, CompiledStage, check_compiles, checkpoint_layers, trying
 from noloco_node.training.trainer import (
     PRECISIONS,
     ForwardContext,

@@ -156,7 +156,7 @@ def test_messages_name_settings_as_the_command_line_takes_them() -> None:
     found: list[str] = []
     for path in package.rglob("*.py"):
         # files of the laboratory name them within `run:`
-        if path.parent.name == "laboratory" or path.name == "lab_spec.py":
+        if path.parent.name == "laboratory" or path.name == "experiments.py":
             continue
         if not short.search(path.read_text(encoding="utf-8")):
             continue

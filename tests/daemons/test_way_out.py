@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from noloco_node.errors import ExitCode
-from noloco_node.storage.private_folder import sweep_dead_folders
+from noloco_node.storage.held import sweep_dead_folders
 from noloco_node.telemetry.events import EventReader, InnerStep, NodeStopped
 from tests.chaos.paced_node import OPERATION_SECONDS
 from tests.daemons.hung_node import PART

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from noloco_node.config.experiments import HuntSpec
 from noloco_node.config.load import HuntConfig, load_simulation
-from noloco_node.config.sim_spec import HuntSpec
 from noloco_node.errors import UserError
 from noloco_node.simulator import invariants
 from noloco_node.simulator.faults import (

@@ -18,8 +18,14 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer import CodecName
 from noloco_node.outer.codec import CODECS
 from noloco_node.pipeline.activations import encode
-from noloco_node.simulator.course import check_simulation, device_seconds, quadratic_of, simulate
-from noloco_node.simulator.figures import SimulationFigures, Watcher
+from noloco_node.simulator.course import (
+    SimulationFigures,
+    Watcher,
+    check_simulation,
+    device_seconds,
+    quadratic_of,
+    simulate,
+)
 from noloco_node.simulator.links import Links
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.quadratic import DIMENSIONS, HIDDEN, Quadratic, weigh_as

@@ -12,7 +12,7 @@ from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsa
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.model.cut import build_config, build_on_meta
 from noloco_node.model.stage import build_stage
-from noloco_node.sizing.activations import graph_of
+from noloco_node.sizing.footprint import graph_of
 
 BATCH, LENGTH = 2, 64
 FAMILIES: list[tuple[str, dict[str, Any]]] = [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.storage.file_lock import FileLock, LockHeld, lock_holder
+from noloco_node.storage.held import FileLock, LockHeld, lock_holder
 
 
 def descriptors() -> int:

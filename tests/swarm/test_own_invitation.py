@@ -17,8 +17,7 @@ from noloco_node.identity.keys import Identity, load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import EventFile, Warned
-from noloco_node.trust.admission import Access
-from noloco_node.trust.own_invitation import DAY, HOUR, OwnInvitation, marks_passed
+from noloco_node.trust.admission import DAY, HOUR, Access, OwnInvitation, marks_passed
 from noloco_node.trust.screened_directory import ScreenedDirectory
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.telemetry import made_events
@@ -143,7 +142,7 @@ def test_the_warning_stands_in_the_status_of_a_node_that_runs(tmp_path: Path) ->
 
 async def test_a_guest_looks_until_its_invitation_has_ended(circle: Circle, monkeypatch: pytest.MonkeyPatch) -> None:
     """It raises the reason beside work of which nothing is to be kept."""
-    monkeypatch.setattr("noloco_node.trust.own_invitation.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("noloco_node.trust.admission.LOOK_SECONDS", 0.01)
     leaving = asyncio.create_task(circle.invited()[0].raised_at_its_end())
     done, _ = await asyncio.wait((leaving,), timeout=0.1)
     assert not done

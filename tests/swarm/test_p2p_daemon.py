@@ -23,7 +23,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address, try_peers
 from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.libp2p.start import Doors, running_p2p, start_p2p
-from noloco_node.storage.private_folder import SHARED_PREFIX, leave_shared_folder, sweep_dead_folders
+from noloco_node.storage.held import SHARED_PREFIX, leave_shared_folder, sweep_dead_folders
 from tests.support import eventually, free_port, one_turn, p2pd_children
 
 pytestmark = [pytest.mark.daemons, pytest.mark.usefixtures("temporary")]

@@ -12,10 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.directory import store as record_store
-from noloco_node.directory.intake import CHECKS_A_SECOND, CHECKS_AT_ONCE, POOLS, SKEW_SECONDS, Intake
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.store import MOST_HEARSAY, REGULAR_SECONDS, SAMPLED, Esteem, HeldRecord, NoRoom, RecordStore
-from noloco_node.directory.validator import MAX_RECORD_BYTES, RecordValidator
+from noloco_node.directory.validator import (
+    CHECKS_A_SECOND,
+    CHECKS_AT_ONCE,
+    MAX_RECORD_BYTES,
+    POOLS,
+    SKEW_SECONDS,
+    Intake,
+    RecordValidator,
+)
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import Strangers
 from noloco_node.telemetry.metrics import Metrics

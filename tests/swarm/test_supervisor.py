@@ -32,7 +32,7 @@ from noloco_node.libp2p.supervisor import (
     restart_delay,
 )
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.storage.private_folder import sweep_dead_folders
+from noloco_node.storage.held import sweep_dead_folders
 from noloco_node.transport.errors import PeerUnreachable
 from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import Message

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from noloco_node import ambient
-from noloco_node.accounting.activity import Activity, Facts, doing
+from noloco_node.accounting.stats import Activity, Facts, doing
 from noloco_node.directory.records import PeerState
 from noloco_node.telemetry.events import Doing
 from noloco_node.telemetry.metrics import Metrics

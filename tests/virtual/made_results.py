@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from noloco_node.config.lab_spec import LabSpec
+from noloco_node.config.experiments import LabSpec
 from noloco_node.config.load import Config, load_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.expansion import Job, Point, expand

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from noloco_node.config.lab_spec import ALL_ALGORITHMS
+from noloco_node.config.experiments import ALL_ALGORITHMS
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.laboratory.expansion import check_points, expand, job_of
 from noloco_node.laboratory.experiment import planned

@@ -9,7 +9,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from noloco_node.config.lab_spec import Plot
+from noloco_node.config.experiments import Plot
 from noloco_node.laboratory import plots
 from noloco_node.laboratory.figures import Results
 from noloco_node.laboratory.plots import PALETTE, Sheet

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from noloco_node.laboratory.course import markdown
 from noloco_node.laboratory.figures import Results
-from noloco_node.laboratory.report import markdown
 from tests.virtual import made_results as made
 
 VARIANTS = [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noloco_node.config.lab_spec import Algorithm, WorldSpec
+from noloco_node.config.experiments import Algorithm, WorldSpec
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.laboratory.figures import Measurement
