@@ -20,6 +20,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+SOON_SECONDS = 0.25
+"""What is about to come and cannot be awaited is looked at once in so many seconds."""
 LOOK_SECONDS = 1.0
 """What cannot be awaited, such as a file, a clock or a view of others, is looked at once in so many seconds."""
 

@@ -24,8 +24,6 @@ far."""
 QUIET_PAUSES = 2.0
 """Somebody has fallen silent after so many times its usual pause: by chance one pause is longer than the last."""
 _MOST_DOUBLED = 64
-SOURCES_REMEMBERED = 64
-"""Sources that are kept. Beyond them, sources with nothing waiting are forgotten; each is ahead by one item at most."""
 
 
 def moved(usual: float | None, latest: float, weight: float = LATEST) -> float:
@@ -181,7 +179,7 @@ class FairQueue(Generic[T]):
         """Let an item wait, on the account of `sources[0]`, within it on that of the next."""
         line = self._waiting.get(sources[0])
         if line is None:
-            if len(self._waiting) + len(self._stood) >= SOURCES_REMEMBERED:
+            if len(self._waiting) + len(self._stood) >= FEW_PEERS:
                 self._stood = {}
             line = self._waiting[sources[0]] = _Line(max(self._stood.pop(sources[0], 0.0), self._now))
         self._count += 1

@@ -35,7 +35,6 @@ SETTINGS_FILES = (
     "config/data_spec.py",
     "config/node_settings.py",
     "config/experiments.py",
-    "config/experiments.py",
     "config/load.py",
 )
 

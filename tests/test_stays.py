@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from noloco_node.aio import cancel_and_wait
+from noloco_node.ambient import SOON_SECONDS
 from noloco_node.bootstrap.hello import serve_hello
 from noloco_node.bootstrap.spec_fetch import RunHasEnded
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import LimitsSpec
-from noloco_node.directory import membership, records
+from noloco_node.directory import membership
 from noloco_node.directory.records import Directory, DirectoryView, PeerRecord, PeerState, look_for_others
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
@@ -194,7 +195,7 @@ async def test_a_look_ends_with_the_first_other_node_and_the_own_former_record_i
         own, other = made.replicas
         await own.membership.announce(PeerState.TRAINING)
         looking = asyncio.create_task(look_for_others(MemoryDirectory(made.hub), peer_name(0, 0), 60.0))
-        await asyncio.wait((looking,), timeout=3 * records.LOOK_AGAIN_SECONDS)
+        await asyncio.wait((looking,), timeout=3 * SOON_SECONDS)
         assert not looking.done()
         await other.membership.announce(PeerState.JOINING)
         async with asyncio.timeout(50.0):

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from noloco_node.config.settings import canonical_json
 from noloco_node.identity.keys import signed_by
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.telemetry.events import MAX_LINE_BYTES
 
 _Count = Annotated[int, Field(ge=0, le=1 << 60)]
 _Name = Annotated[str, Field(max_length=128)]
@@ -27,8 +28,6 @@ WallTime = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
 
 SignedBy = Callable[[PeerId, bytes, bytes], bool]
 """A function of (peer, seal, statement) that tells whether that peer signed it."""
-
-MAX_LINE_BYTES = 16384
 
 
 class _Statement(BaseModel):

@@ -20,14 +20,13 @@ from noloco_node.pipeline.participant import Pipeline
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.placement.arrival import MissingStages
 from noloco_node.telemetry.events import Account, Doing, Strangers, Warned
-from noloco_node.telemetry.node_state import MOST_NODES, NodeSeen, Surroundings
+from noloco_node.telemetry.node_state import FEW_STEPS, MOST_NODES, NodeSeen, Surroundings
 from noloco_node.telemetry.words import as_many
 from noloco_node.transport.interface import DIRECTORY, RELAYED
 
 IDLE_SECONDS = 10.0
 """A node is waiting after so many seconds without a trained token, and after the usual time of five inner steps. Two
 reports of the same thing, with only its details changed, are as far apart: details are told no oftener than waits."""
-USUAL_STEPS = 5
 
 What = Literal[
     "joining", "downloading", "training", "waiting_for_work", "waiting_for_peers", "finishing", "draining", "paused"
@@ -88,7 +87,7 @@ def doing(facts: Facts) -> tuple[What, str]:
         return "draining", "leaving: finishing what is under way"
     if facts.state is PeerState.FINISHING:
         return "finishing", "its training is over: serving others, and averaging a last time"
-    if not facts.missing and facts.idle_seconds <= max(IDLE_SECONDS, USUAL_STEPS * facts.step_seconds):
+    if not facts.missing and facts.idle_seconds <= max(IDLE_SECONDS, FEW_STEPS * facts.step_seconds):
         return "training", "training"
     if facts.missing:
         return "waiting_for_peers", _wanted(facts, *facts.missing) + too_few(facts.nodes, facts.stages)

@@ -47,16 +47,12 @@ from noloco_node.participant import Participant, ReplicaContext
 from noloco_node.peers.partners import Ending, ProbationStanding
 from noloco_node.telemetry.events import ProbationEnded
 from noloco_node.training.stage_worker import Snapshot
-from noloco_node.transport.calls import FIRST_PIECES, A, Answer, Method, Q, Width, ask, side_by_side
+from noloco_node.transport.calls import ATTEMPTS, FIRST_PIECES, A, Answer, Method, Q, Width, ask, side_by_side
 from noloco_node.transport.errors import DeadlinePassed, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.messages import TensorSpec
 
 logger = logging.getLogger(__name__)
-
-CHUNK_ATTEMPTS = 2
-"""A chunk is sent at most so many times: a broken stream need not cost the exchange, and the partner adds a chunk only
-once."""
 
 
 class Averaging(Participant):
@@ -222,7 +218,7 @@ class Averaging(Participant):
             raise DeadlinePassed(late)
         header = ChunkHeader(exchange=session.exchange, index=index)
         own = await side.arithmetic.do(lambda: outer.encoded_chunk(index))
-        answer = await self._ask(session.partner, CHUNK, header, (own,), (TensorSpec.of(own),), CHUNK_ATTEMPTS)
+        answer = await self._ask(session.partner, CHUNK, header, (own,), (TensorSpec.of(own),), ATTEMPTS)
         taken = answer.tensors[0]
         await side.arithmetic.take_in(session.partner, lambda: outer.add_chunk(index, taken))
         session.swapped(own, taken)

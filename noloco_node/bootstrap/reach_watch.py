@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from noloco_node.ambient import SOON_SECONDS
 from noloco_node.bootstrap.dial_back import MAX_PORTS, PEER_SECONDS, Dialled, Reached, ask_dial_back, hosts_of
 from noloco_node.bootstrap.reachability import (
     MISSES,
@@ -56,7 +57,6 @@ LOST_SECONDS = 25.0
 """All relays are given so many seconds to come back before others are looked for."""
 MAP_SECONDS = 8.0
 """At the start a router is given so many seconds to open a port that it was asked for."""
-MAP_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class ReachWatch:
         while far and self._host.maps_port and loop.time() < until:
             if any(reach_of(address.host) is Reach.PUBLIC for address in await self._told_directly()):
                 return
-            await asyncio.sleep(MAP_LOOK_SECONDS)  # p2pd gives no sign of it
+            await asyncio.sleep(SOON_SECONDS)  # p2pd gives no sign of it
 
     async def _finding(self, addresses: Sequence[PeerAddress]) -> ReachFinding | None:
         """What the peers find that are asked now; None where nobody says anything of use."""

@@ -187,8 +187,6 @@ class PipelineSpec(Settings):
     """Time a microbatch has for its way there and back; each hop fails upward before it ends."""
     progress_seconds: PositiveFloat = 15.0
     """A stream that moves no byte for this long is given up."""
-    hop_attempts: Positive = 3
-    """Failures (not `busy` or `draining`) after which a hop gives a microbatch up."""
     requeues: Annotated[int, Field(ge=0)] = 5
     """Requeues of a sample after failures at peers that could take it; the next one drops it. Outages do not count."""
     audit_share: Annotated[float, Field(ge=0.0, le=1.0)] = 1 / 32

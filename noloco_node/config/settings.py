@@ -33,6 +33,7 @@ GONE = frozenset(
         "run.outer.clip_multiple",
         "run.outer.fragments",
         "run.outer.gauge_coordinates",
+        "run.pipeline.hop_attempts",
     }
 )
 """Settings that the release before this one had, and that nothing takes the place of."""

@@ -15,9 +15,9 @@ from statistics import median_low
 
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import all_of
+from noloco_node.ambient import SOON_SECONDS
 from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, seen_there, unasked
 from noloco_node.directory.records import (
-    LOOK_AGAIN_SECONDS,
     NOTHING_SHOWN,
     SERVING,
     Directory,
@@ -378,7 +378,7 @@ class Membership:
 
     def _pause(self) -> float:
         usual = min(REFRESH_SECONDS, self._record_seconds / 5)
-        return min(usual, LOOK_AGAIN_SECONDS) if self._hurried else usual
+        return min(usual, SOON_SECONDS) if self._hurried else usual
 
     async def _renew(self) -> None:
         """Renew the record three times within its life, and at once as soon as this node knows its speed.

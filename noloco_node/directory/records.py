@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from noloco_node.ambient import SOON_SECONDS
 from noloco_node.config.data_spec import MOST_ROWS
 from noloco_node.config.node_settings import NodeName
 from noloco_node.data.shared_turns import MOST_CLAIMS
@@ -254,7 +255,6 @@ class Directory(Protocol):
 
 
 FIRST_LOOK_SECONDS = 10.0
-LOOK_AGAIN_SECONDS = 0.3
 
 
 async def look_for_others(directory: Directory, own: PeerId, seconds: float) -> DirectoryView:
@@ -266,4 +266,4 @@ async def look_for_others(directory: Directory, own: PeerId, seconds: float) -> 
         if view.anyone(directory.now()) or loop.time() >= until:
             return view
         # The directory gives no sign of a change: asking again is the only way.
-        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        await asyncio.sleep(SOON_SECONDS)

@@ -30,7 +30,7 @@ from noloco_node.model.export import (
     merge_replicas,
     parameters_of,
 )
-from noloco_node.node.checks import free_disk
+from noloco_node.node.checks import SMALLEST_DISK, free_disk
 from noloco_node.storage import atomic
 from noloco_node.telemetry.words import as_bytes
 
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 RUN_FILE = "noloco_run.json"
 """This file in a model's folder says what the run's nodes agreed on, so that `eval` knows the held-out text."""
-SPARE_BYTES = 16 << 20
-"""The bytes that are kept free on the disk for everything beside the weights."""
 
 _Tell = Callable[[str], None]
 
@@ -141,10 +139,10 @@ def write_model(
 
 def _check_room(out: Path, size: int) -> None:
     free = free_disk(out.absolute().parent)
-    if free < size + SPARE_BYTES:
+    if free < size + SMALLEST_DISK:
         raise UserError(
             ExitCode.RUN_FOLDER,
-            f"the model needs {as_bytes(size + SPARE_BYTES)} at '{out}', and {as_bytes(free)} are free there",
+            f"the model needs {as_bytes(size + SMALLEST_DISK)} at '{out}', and {as_bytes(free)} are free there",
             "make room there, or name a folder on another disk with --out",
         )
 

@@ -27,10 +27,8 @@ from noloco_node.laboratory.stacked import StackedForward, StackedStage, token_l
 from noloco_node.laboratory.stage_group import ReplicaAccount, StageGroup
 from noloco_node.pipeline.activations import there_and_back
 from noloco_node.pipeline.routing import Candidate, choose_peer
+from noloco_node.telemetry.summary import TRAINING_LOSS_SHARE
 from noloco_node.training.progress import Progress, credit_after_step, learning_rate, share_of_batch
-
-TRAINING_LOSS_SHARE = 0.1
-"""The training loss is taken over this share of the tokens, at the end."""
 
 
 def simulate(

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_node import ambient
+from noloco_node.ambient import SOON_SECONDS
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.diagnostics.pausing import tell_nodes
 from noloco_node.errors import ExitCode, UserError, describe_exit
-from noloco_node.launch.local_swarm import ORDERLY_EXITS, POLL_SECONDS, signal_all
+from noloco_node.launch.local_swarm import ORDERLY_EXITS, signal_all
 from noloco_node.libp2p.arguments import announced_address
 from noloco_node.node.interrupts import WORDS, Word, heeded_signals
 from noloco_node.storage import atomic
@@ -182,7 +183,7 @@ class DeviceGroup:
                 self._write_targets()
                 return started
             # The first daemon's event file cannot be awaited.
-            await asyncio.wait((living,), timeout=POLL_SECONDS)
+            await asyncio.wait((living,), timeout=SOON_SECONDS)
         return None
 
     def _write_targets(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_node import ambient
+from noloco_node.ambient import SOON_SECONDS
 from noloco_node.config.environment import variable_of, without_settings
 from noloco_node.config.load import Config, render
 from noloco_node.errors import ExitCode, UserError, describe_exit
@@ -29,8 +30,6 @@ DAEMON = (sys.executable, "-m", "noloco_node", "run")
 
 STOP_SECONDS = 6.0
 """Seconds from SIGTERM to SIGKILL; a daemon's own drain ends before."""
-POLL_SECONDS = 0.2
-"""Event files, which cannot be awaited, are read every so many seconds."""
 COMPILING_SECONDS = 300.0
 """Each daemon that compiles its stage (`node.compile`) has so many seconds more to start: they share the machine's
 cores."""
@@ -229,7 +228,7 @@ class LocalSwarm:
         """Return when every daemon has ended, reading events meanwhile."""
         while any(node.running for node in self.nodes):
             pending = [task for task in self._exits.values() if not task.done()]
-            await asyncio.wait(pending, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(pending, timeout=SOON_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             self.read_events()
 
     def read_events(self) -> None:
@@ -335,7 +334,7 @@ class LocalSwarm:
 
     async def _until_up(self, node: SwarmNode) -> NodeStarted:
         while node.started is None:
-            await asyncio.wait([self._exits[node.name]], timeout=POLL_SECONDS)
+            await asyncio.wait([self._exits[node.name]], timeout=SOON_SECONDS)
             self.read_events()
             for any_node in self.nodes:
                 if any_node.exit_code is not None and any_node.started is None:

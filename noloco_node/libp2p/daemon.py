@@ -25,6 +25,7 @@ from hivemind.proto import p2pd_pb2  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.aio import Pulse, cancel_and_wait, end_process, run_to_end
+from noloco_node.ambient import SOON_SECONDS
 from noloco_node.errors import UserError
 from noloco_node.identity.addresses import CIRCUIT, PeerAddress, Reach, parse_address, reach_of, widest_first
 from noloco_node.identity.peer_id import PeerId
@@ -77,7 +78,6 @@ def as_texts(addresses: Sequence[bytes]) -> list[str]:
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 3.0
-AWAY_LOOK_SECONDS = 0.2
 FIND_SECONDS = 3.0
 
 _pb: Any = p2pd_pb2
@@ -211,7 +211,7 @@ class PrivateP2P:
         opening = _pb.StreamOpenRequest(peer=wanted, proto=[protocol])
         while True:
             while self._away and self._supervised:
-                await self._back.wait(AWAY_LOOK_SECONDS)
+                await self._back.wait(SOON_SECONDS)
             try:
                 reader, writer, response = await self._request(
                     _pb.Request(type=_pb.Request.STREAM_OPEN, streamOpen=opening)
@@ -219,7 +219,7 @@ class PrivateP2P:
             except _DaemonAway as error:
                 if not self._supervised:
                     raise PeerUnreachable(f"{peer}: {error}") from None
-                await self._back.wait(AWAY_LOOK_SECONDS)
+                await self._back.wait(SOON_SECONDS)
                 continue
             except OSError as error:
                 raise PeerUnreachable(f"{peer}: {error}") from None

@@ -15,6 +15,7 @@ from noloco_node.identity.addresses import CIRCUIT, PeerAddress, dialable, parse
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay_messages import (
+    ASK_SECONDS,
     HOP,
     Status,
     hop_status,
@@ -35,7 +36,6 @@ RENEW_SECONDS = 10.0
 """
 LOOK_SECONDS = 2.0
 """Seconds between two searches for peers that are connected through a relay and could be dialled."""
-ASK_SECONDS = 10.0
 MOST_RELAYS = 3
 NOT_A_RELAY = "it relays for nobody"
 DIRECT_AGAIN = Doubling(4.0, 300.0)

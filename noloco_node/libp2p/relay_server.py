@@ -18,6 +18,7 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay_messages import (
+    ASK_SECONDS,
     CONNECT,
     HOP,
     RESERVE,
@@ -48,7 +49,6 @@ MOST_HANDSHAKES = 2 * MOST_PLACES
 MOST_HANDSHAKES_OF_ONE = MOST_PLACES // 8
 """If so many requests of one peer are being read or refused, the next is dropped. A node may call many peers at once,
 each in an instant. Only a peer that never finishes its requests has as many open."""
-HANDSHAKE_SECONDS = 10.0
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -125,7 +125,7 @@ class CircuitRelay:
         """The peer that another wants to be connected to; None if its request has been answered."""
         self._handshakes[peer] += 1
         try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
+            async with asyncio.timeout(ASK_SECONDS):
                 try:
                     answer = await self._answer(peer, await read_fields(stream[0]))
                 except ValueError:
@@ -202,7 +202,7 @@ class CircuitRelay:
             return None
 
     async def _announce(self, caller: PeerId, wanted: PeerId) -> Stream:
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
+        async with asyncio.timeout(ASK_SECONDS):
             reader, writer = await self._host.open_stream(wanted, STOP)
             try:
                 await write_message(writer, stop_request(caller))
@@ -248,6 +248,6 @@ class CircuitRelay:
 async def _answer_and_wait(stream: Stream, answer: bytes) -> None:
     """Send an answer and let the asker end the stream. p2pd resets a stream that is closed at this end. Now and then
     what is still on its way is lost with it (decision 155)."""
-    async with asyncio.timeout(HANDSHAKE_SECONDS):
+    async with asyncio.timeout(ASK_SECONDS):
         await write_message(stream[1], answer)
         await stream[0].read(1)

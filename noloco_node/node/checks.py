@@ -22,6 +22,7 @@ from typing import NoReturn
 import psutil
 
 from noloco_node import ambient
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.bootstrap.hello import measure_hello
 from noloco_node.errors import ExitCode, UserError, version_remedy
 from noloco_node.identity.peer_id import PeerId
@@ -187,7 +188,6 @@ def _first_line(path: str) -> str:
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
 STEP_SECONDS = 1.0
 """If the wall's clock moves by so many seconds more or less than the monotonic one, it was set, or the machine
 slept."""

@@ -11,10 +11,11 @@ import logging
 from collections.abc import Collection, Sequence
 from functools import partial
 
+from noloco_node.ambient import SOON_SECONDS
 from noloco_node.bootstrap.hello import Hello, hello_or_none, said_to_be_over
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
 from noloco_node.directory.known_peers import HeldState
-from noloco_node.directory.records import LOOK_AGAIN_SECONDS, SERVING, PeerRecord, PeerState
+from noloco_node.directory.records import SERVING, PeerRecord, PeerState
 from noloco_node.directory.signed_end import near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
@@ -198,7 +199,7 @@ async def _left_behind(replica: Replica, clock: float) -> bool:
         if not is_left_behind(clock, elsewhere, stage, max_lag) or loop.time() >= until:
             break
         # Nothing tells that a peer can be reached again: asking is the only way.
-        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        await asyncio.sleep(SOON_SECONDS)
         await members.refresh()
     return is_left_behind(clock, there, stage, max_lag)
 
@@ -303,7 +304,7 @@ class FirstState:
             if loop.time() >= began + (DOUBT_SECONDS if unrecorded else ASK_SECONDS):
                 return there
             # Nothing tells that a peer can be reached again: asking is the only way.
-            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            await asyncio.sleep(SOON_SECONDS)
 
     async def _is_the_first(self) -> bool:
         """Tell whether it came in only by seeds of this run that have seen no node at work in it. A run that is begun

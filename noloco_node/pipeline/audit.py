@@ -39,8 +39,6 @@ ALIKE = 0.5
 """Two gradients less alike than this contradict each other (decision 12 has what was measured)."""
 JURY = 3
 """Peers without which no contradiction can be decided, so that none is looked for."""
-MOST_FAILURES = 3
-"""Undoubted peers that may fail to answer before an audit is given up."""
 PATIENCE = 4.0
 """Times what the first answer took, and a second, that a juror has: one that stalls must not hold the audits up."""
 
@@ -178,7 +176,7 @@ class Auditor:
         assert case.first.gradient is not None
         answers = {PeerId(case.first.peer): case.first.gradient}
         failed: set[PeerId] = set()
-        while len(answers) < JURY and len(failed) <= MOST_FAILURES:
+        while len(answers) < JURY and len(failed) <= JURY:
             peer = self._next_juror({*answers, *failed})
             if peer is None:
                 break

@@ -46,7 +46,7 @@ Chosen = Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(ma
 Mode = Literal["train", "evaluate"]
 
 NO_FAILURE = (Refusal.BUSY, Refusal.DRAINING)
-"""After these refusals the sender asks again, and none counts for `hop_attempts`. `outcome_of` says what they cost."""
+"""After these refusals the sender asks again, and none counts for `ATTEMPTS`. `outcome_of` says what they cost."""
 NOT_FOR_US = (Refusal.BANNED, Refusal.NOT_ADMITTED)
 _ELSEWHERE = (Refusal.WRONG_RUN, Refusal.WRONG_STAGE, Refusal.WRONG_PROTOCOL, Refusal.UNKNOWN_METHOD)
 OF_ANY_MICROBATCH = (*NO_FAILURE, *NOT_FOR_US, *_ELSEWHERE, Refusal.OUT_OF_REACH)

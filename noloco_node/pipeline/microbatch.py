@@ -57,7 +57,7 @@ from noloco_node.telemetry.metrics import HOP_SECONDS
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite
-from noloco_node.transport.calls import ask, judging
+from noloco_node.transport.calls import ATTEMPTS, ask, judging
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import TensorSpec
@@ -264,7 +264,7 @@ class _Sending:
     asks: int = 0
     """Asks so far. It is set to `ASKS_TO_WAIT` once the microbatch may wait at a peer (`MicrobatchLimiter.take`)."""
     failures: int = 0
-    """Asks that count for `hop_attempts`: all that failed, but for `NO_FAILURE`."""
+    """Asks that count for `ATTEMPTS`: all that failed, but for `NO_FAILURE`."""
     excluded: set[PeerId] = field(default_factory=set[PeerId])
     """Peers that said no in this round."""
     suspect: bool = False
@@ -434,7 +434,7 @@ class Downstream:
             sending.busy_since = min(sending.busy_since, began)
         if sending.trains and refusal is None and suspect:
             self._ledger.repeated += 1  # it may have been trained there all the same
-        if sending.failures >= self._spec.pipeline.hop_attempts:
+        if sending.failures >= ATTEMPTS:
             why = f"{sending.failures} failures at stage {self._stage + 1}"
             raise sending.given_up(Refusal.DOWNSTREAM_EXHAUSTED, why) from None
         sending.asks += 1

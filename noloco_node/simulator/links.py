@@ -16,10 +16,7 @@ from typing import Protocol
 from noloco_node.aio import Pulse
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.memory import Parcel
-
-SMALL_OCTETS = 16_384
-"""A message of no more bytes takes its time at full rate and slows nobody down: a request without tensors among
-transfers."""
+from noloco_node.transport.pacing import SMALL_BYTES
 
 
 @dataclass(eq=False)
@@ -53,7 +50,7 @@ class Pipes:
 
     async def carry(self, octets: float, *pipes: Pipe) -> None:
         """Return when so many bytes went through all the `pipes`."""
-        if octets <= SMALL_OCTETS:
+        if octets <= SMALL_BYTES:  # it takes its time at full rate: a request without tensors among transfers
             await asyncio.sleep(octets / min(pipe.capacity for pipe in pipes))
             return
         flow = _Flow(pipes, octets, self._loop.create_future(), since=self._loop.time())

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from noloco_node.ambient import Ambience, OneThread
+from noloco_node.errors import SHOWN
 
 T = TypeVar("T")
 
@@ -26,7 +27,6 @@ WALL = 1.8e9
 """Seconds since 1970 when a simulation begins, as its nodes believe."""
 TURNS_AT_ONE_MOMENT = 1_000_000
 """After so many turns of the loop without a step of the clock, it will never move any more."""
-SHOWN_TASKS = 20
 
 
 ThreadSeconds = Callable[[str], float]
@@ -288,8 +288,8 @@ class SimulatedLoop(asyncio.BaseEventLoop, Ambience):
 
     def _stuck(self, why: str) -> Stuck:
         tasks = sorted((task for task in asyncio.all_tasks(self)), key=hash)
-        lines = [f"  {task.get_name()}: {_place(task)}" for task in tasks[:SHOWN_TASKS]]
-        more = len(tasks) - SHOWN_TASKS
+        lines = [f"  {task.get_name()}: {_place(task)}" for task in tasks[:SHOWN]]
+        more = len(tasks) - SHOWN
         return Stuck("\n".join([f"at {self.time():g} s {why}", *lines, *([f"  and {more} more"] if more > 0 else [])]))
 
 

@@ -28,8 +28,6 @@ GIB = 1 << 30
 OUTER_VECTORS = 2
 """The outer step's vectors: slow weights and snapshot. Where α is not 0 the outer momentum is a third, and where the
 codec trails the trail is one more."""
-GIVEN_VECTORS = 2
-"""The vectors of a state without moments: fast and slow weights. Outer momentum and trail come to them likewise."""
 HALF_BYTES = 2
 ID_BYTES = 4
 """The bytes of a token's number, or of a label."""
@@ -202,7 +200,7 @@ def _stage_memory(
         at_the_end += of_a_layer
     beside = (1 if run.outer.alpha else 0) + (1 if codec.trails else 0)
     moments = footprint.moments[stage]
-    given = FP32 * ((GIVEN_VECTORS + beside) * count + moments)
+    given = footprint.state_bytes[stage] + FP32 * beside * count
     others = [size for index, size in enumerate(footprint.parameters) if index != stage]
     keeping = bool(run.standby_copies and others)
     # The keeper of a standby copy has the old one while the new one comes, and gives one of its own stage.

@@ -42,7 +42,7 @@ from noloco_node.state_transfer.rate import MOST_WAITING, WHOLE_SECONDS, longest
 from noloco_node.tallies import PeerTable
 from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.stage_worker import StageWorker
-from noloco_node.transport.calls import ASKED_AT_ONCE, CHUNK_ATTEMPTS, NOTHING, Nothing, Reply, on
+from noloco_node.transport.calls import ASKED_AT_ONCE, ATTEMPTS, NOTHING, Nothing, Reply, on
 from noloco_node.transport.errors import Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport, Withdraw
 
@@ -307,7 +307,7 @@ class StageCopies:
 
     async def _take(self, peer: PeerId, manifest: CopyManifest) -> StageCopy | None:
         try:
-            return await self._fetch(peer, manifest.stage, idle_share=0.0, attempts=CHUNK_ATTEMPTS)
+            return await self._fetch(peer, manifest.stage, idle_share=0.0, attempts=ATTEMPTS)
         except (Refused, TransportError) as error:
             why = error or repr(error)
             logger.warning("could not take the copy of stage %d from %s: %s", manifest.stage, peer, why)

@@ -24,7 +24,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.fetch import DiskMemory, ReplicaManifest, SignedManifest, opened, sealed
 from noloco_node.state_transfer.rate import longest_reading
-from noloco_node.transport.calls import CHUNK_ATTEMPTS, BadAnswer, Method, Nothing, ask, call, judging
+from noloco_node.transport.calls import ATTEMPTS, BadAnswer, Method, Nothing, ask, call, judging
 from noloco_node.transport.errors import DeadlinePassed
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import RunName, StageIndex, TensorSpec, WireModel
@@ -258,7 +258,7 @@ async def fetch_slow(
     with judging(transport, donor, OPEN_COPY.name):
         if manifest.source != donor:
             raise BadAnswer("the copy is not the state source's own")
-    chunks = chunks_of_copy(spec, transport, donor, manifest, into, seconds=seconds, attempts=CHUNK_ATTEMPTS)
+    chunks = chunks_of_copy(spec, transport, donor, manifest, into, seconds=seconds, attempts=ATTEMPTS)
     async for count in chunks:
         told(count)
     return manifest

@@ -30,7 +30,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.training.frozen_state import FrozenState, Sizes, Thawed
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import (
-    CHUNK_ATTEMPTS,
+    ATTEMPTS,
     Answer,
     BadAnswer,
     Method,
@@ -373,7 +373,7 @@ async def fetch_state(
             specs=(TensorSpec("u8", (size,)),),
             seconds=(width.most + 1) * limit,
             progress=limit,
-            attempts=CHUNK_ATTEMPTS,
+            attempts=ATTEMPTS,
         )
         data = answer.tensors[0].numpy().data
         with judging(transport, donor, CHUNK.name):

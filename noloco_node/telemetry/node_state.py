@@ -33,9 +33,9 @@ from noloco_node.telemetry.words import shortened
 
 RATE_SECONDS = 60.0
 """Speeds are counted over so many seconds, and over `RATE_STEPS` inner steps if these take longer."""
-LOSS_STEPS = 5
-"""The shown training loss is the mean of so many inner steps."""
-RATE_STEPS = 2 * LOSS_STEPS
+FEW_STEPS = 5
+"""A single inner step says little: losses, paces and idleness are told over so many."""
+RATE_STEPS = 2 * FEW_STEPS
 STALL_STEPS = 3.0
 """After so many times the usual time without an inner step a node is slower than it was, and the shown speed sinks."""
 KEPT = 16
@@ -306,7 +306,7 @@ class NodeView:
                 "ready": what == "training",
                 "uptime_seconds": now - self._since,
                 "event_loop_age_seconds": lag,
-                "training_loss": _mean_loss(steps[-LOSS_STEPS:]),
+                "training_loss": _mean_loss(steps[-FEW_STEPS:]),
                 "swarm_tokens_per_second": swarm,
                 "tokens_per_second": sum(step.tokens for step in steps[1:]) / seconds if seconds else None,
                 "seconds_left": seconds_to(last.target, last.clock or 0.0, swarm) if last.target else None,

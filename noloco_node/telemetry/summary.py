@@ -14,13 +14,10 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 from noloco_node.config.data_spec import MOST_SOURCES
 from noloco_node.telemetry.events import Account, Evaluation, InnerStep, OuterStep, TrainedTokens
 from noloco_node.telemetry.history import NodeHistory, summed
-from noloco_node.telemetry.node_state import POINTS
+from noloco_node.telemetry.node_state import FEW_STEPS, POINTS
 
 TRAINING_LOSS_SHARE = 0.05
 """The reported training loss is the mean over this last share of the trained tokens: one step alone is noise."""
-STEPS_A_POINT = 5
-"""A point of the curve of speed covers at least so many steps. A single step says how long it took, not how fast the
-swarm is."""
 
 
 class Frozen(BaseModel):
@@ -280,7 +277,7 @@ def throughput_curve(heads: Sequence[NodeHistory], points: int = 120) -> list[Ra
     """Tokens per second along wall time, within equal stretches, `points` at most and of a few steps each; their mean
     by `seconds` is the run's. It is 0 in those that lie within a time in which the whole swarm was down."""
     pairs = _counted(heads)
-    points = max(1, min(points, len(pairs) // STEPS_A_POINT))
+    points = max(1, min(points, len(pairs) // FEW_STEPS))
     if not pairs:
         return []
     begin, end = pairs[0][0].time, pairs[-1][1].time

@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+from noloco_node.errors import SHOWN
 from noloco_node.telemetry.node_state import NodeSeen, seconds_to
 
 STATES = ("joining", "training", "finishing", "draining")
 """A node may say this of itself while it is there."""
 SERVING = ("training", "finishing")
-MOST_VERSIONS = 8
-"""The most versions that are counted by their names, this program's own among them."""
 OTHER_VERSIONS = "other"
 MOST_DEPARTED = 64
 """The most nodes that have gone and are still named: those that were seen at work for the longest time."""
@@ -225,7 +224,7 @@ def version_labels(known: Sequence[str], found: Mapping[str, int]) -> tuple[str,
     """Versions to be counted by name: those already `known`, then the most frequent that were found, as far as there
     is room. A stranger that changes its version each minute does not add a name each minute."""
     by_number = sorted((version for version in found if version not in known), key=lambda each: (-found[each], each))
-    return (*known, *by_number)[:MOST_VERSIONS]
+    return (*known, *by_number)[:SHOWN]
 
 
 def _stage(stage: StageSeen) -> SwarmDocument:

@@ -46,8 +46,9 @@ together."""
 CHUNKS_A_DEADLINE = 2.0
 """A transfer moves at least so many chunks each way per progress deadline. With the usual 1 MiB in 20 s that is 0.84
 Mbit/s each way. A line of 20 Mbit/s and 0.2 s, with one chunk in flight, carries fifteen times as much."""
-CHUNK_ATTEMPTS = 3
-"""A chunk of a state or a copy is asked for so many times, for a stream may break."""
+ATTEMPTS = 3
+"""A microbatch at one hop, and a chunk of a state, a copy or an exchange, is asked for so many times: a stream may
+break."""
 
 FIRST_PIECES = 4
 MOST_PIECES = 32

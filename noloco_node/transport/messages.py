@@ -173,8 +173,7 @@ MAX_REFUSAL_BYTES = 2048
 MAX_DETAIL_CHARACTERS = 300
 MAX_METHOD_CHARACTERS = 64
 MAX_JSON_DEPTH = 12
-MAX_JSON_INTEGER = (1 << 63) - 1
-MAX_ELEMENTS = 1 << 48
+MAX_INTEGER = (1 << 63) - 1
 
 _Dimension = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 _Shape = Annotated[tuple[_Dimension, ...], Field(max_length=MAX_DIMENSIONS, strict=False)]
@@ -319,7 +318,7 @@ def decode_envelope(payload: bytes) -> Envelope:
     """Parse a HEADER payload. Unknown fields are ignored, for newer senders. FrameError if it breaks a rule."""
     fields = _decode(_EnvelopeFields, payload)
     for _, shape in fields.t:
-        if math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        if math.prod(max(size, 1) for size in shape) > MAX_INTEGER:
             raise FrameError("a tensor has too many elements")
     return Envelope(fields.m, fields.h, tuple(TensorSpec(dtype, shape) for dtype, shape in fields.t), fields.w)
 
@@ -393,7 +392,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bounded_integer(text: str) -> int:
-    if len(text) > 20 or abs(value := int(text)) > MAX_JSON_INTEGER:
+    if len(text) > 20 or abs(value := int(text)) > MAX_INTEGER:
         raise ValueError("an integer is too large")
     return value
 

@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 STATEMENT = b"noloco stream on one machine 1"
 """A proof begins so: no other statement of a node does."""
 STREAM_BUFFER_BYTES = 256 * 1024
-BACKLOG = 128
-"""The number of streams that may wait to be accepted. One more is opened by p2pd."""
 MOST_UNPROVEN = 128
 """The most streams that may be open whose peer has not proven itself yet. One more is ended, and its caller goes by
 p2pd: 5,000 that said nothing held as many descriptors of a node."""
@@ -70,7 +68,9 @@ class SameMachine:
             logger.debug("nodes of this machine come by p2pd: %s", error)
             return
         taken = partial(self._taken, handler, within)
-        self._server = await asyncio.start_unix_server(taken, sock=listener, limit=STREAM_BUFFER_BYTES, backlog=BACKLOG)
+        self._server = await asyncio.start_unix_server(
+            taken, sock=listener, limit=STREAM_BUFFER_BYTES, backlog=MOST_UNPROVEN
+        )
 
     def close(self) -> None:
         """Take no more streams, and hang up on those whose peer is not proven."""

@@ -13,7 +13,7 @@ from noloco_node.pipeline.messages import HopFailed
 from noloco_node.transport.errors import Refusal
 from tests.worlds import World, all_train, micro_spec, trainer_of, window_rows, world
 
-HALF = PipelineSpec(activations=("fp16",), budget_seconds=5.0, progress_seconds=2.0, hop_attempts=1)
+HALF = PipelineSpec(activations=("fp16",), budget_seconds=5.0, progress_seconds=2.0)
 
 
 @asynccontextmanager

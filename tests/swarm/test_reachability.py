@@ -219,7 +219,7 @@ async def test_the_address_that_peers_have_dialled_is_told_beside_its_own(monkey
 
 async def test_a_port_that_the_router_opens_is_waited_for_and_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     """p2pd tells others of it itself, so nothing is changed; where none is opened, the wait has an end."""
-    monkeypatch.setattr("noloco_node.bootstrap.reach_watch.MAP_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("noloco_node.bootstrap.reach_watch.SOON_SECONDS", 0.0)
     monkeypatch.setattr("noloco_node.bootstrap.reach_watch.MAP_SECONDS", 0.05)
     mapped = HostPort(OUTSIDE.host, 40000)
 

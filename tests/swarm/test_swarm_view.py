@@ -13,13 +13,14 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState
 from noloco_node.directory.summary import believed
+from noloco_node.errors import SHOWN
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.observer import Onlooker, nothing_seen, view_swarm
 from noloco_node.peers.scorecard import NOBODY
 from noloco_node.telemetry.metrics import SEED_TABLE
 from noloco_node.telemetry.node_state import MOST_NODES
 from noloco_node.telemetry.swarm_metrics import rows_of
-from noloco_node.telemetry.swarm_state import MOST_DEPARTED, MOST_VERSIONS, Middle, SwarmView, document
+from noloco_node.telemetry.swarm_state import MOST_DEPARTED, Middle, SwarmView, document
 from noloco_node.transport.memory import MemoryTransport
 from tests.memory_directory import MemoryDirectory
 from tests.support import alongside, eventually
@@ -185,7 +186,7 @@ def test_four_hundred_ghosts_add_nothing_to_what_is_counted_and_little_to_what_i
         shape = {name: {labels for labels, _ in each} for name, each in rows_of(alone).items()}
         bare = {name for name in rows if name != "noloco_swarm_version_nodes"}
         assert {name: {labels for labels, _ in rows[name]} for name in bare} == {name: shape[name] for name in bare}
-        assert len(rows["noloco_swarm_version_nodes"]) <= MOST_VERSIONS + 1
+        assert len(rows["noloco_swarm_version_nodes"]) <= SHOWN + 1
         assert len(json.dumps(document(view), allow_nan=False)) < 400 * MOST_NODES
     assert sum(answering.versions.values()) == 402
     again = seen([record("a", version="9.9"), *honest[1:]], answering)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.tallies import SOURCES_REMEMBERED, FairQueue
+from noloco_node.tallies import FEW_PEERS, FairQueue
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def test_who_was_away_neither_saved_up_nor_owes_and_names_are_forgotten() -> Non
     for number in range(1_000):
         queue.push((f"name {number}",), 1.0, "")
         queue.pop()
-    assert len(queue._stood) <= SOURCES_REMEMBERED
+    assert len(queue._stood) <= FEW_PEERS
 
 
 def test_who_has_had_more_than_others_stands_behind_them_while_somebody_waits() -> None:
