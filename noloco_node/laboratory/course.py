@@ -97,22 +97,18 @@ NONE = "–"
 TELLING_ROUNDS = 20
 """Below so many outer steps the first steps of the replicas, each alone, weigh more than how they average."""
 
-COLUMNS = (
-    "variant",
-    "settings",
-    "validation loss",
-    "before the last exchange",
-    "merged",
-    "gap",
+COSTS = (
     "sent per outer step",
     "sent per inner step",
     "activations per inner step",
     "outer steps",
     "no partner",
     "clipped",
-    "√divergence at the end",
-    "seconds",
 )
+LOSSES = ("validation loss", "before the last exchange", "merged", "gap")
+COLUMNS = ("variant", "settings", *LOSSES, *COSTS, "√divergence at the end", "seconds")
+ALIKE = "The same in every line: "
+"""So begins the sentence below a table with what its lines would all say of their costs."""
 
 
 def markdown(record: Results) -> str:
@@ -150,15 +146,15 @@ def _header(record: Results) -> Iterator[str]:
 def _blocks(record: Results) -> Iterator[str]:
     rows = lines(record)
     hidden = set[str]() if any(line.options for line in rows) else {"settings"}
-    shown = [name not in hidden for name in COLUMNS]
     for replicas in dict.fromkeys(line.replicas for line in rows):
         block = [line for line in rows if line.replicas == replicas]
         yield f"## {record.run['inner']['target_tokens']:,} tokens, {replicas} replicas\n"
-        columns, *cells = (
-            [cell for cell, visible in zip(row, shown, strict=True) if visible]
-            for row in (COLUMNS, *(_row(record, rows, line) for line in block))
-        )
-        yield from _table(columns, cells)
+        by_column = zip(COLUMNS, zip(*(_row(record, rows, line) for line in block), strict=True), strict=True)
+        columns = {name: cells for name, cells in by_column if name not in hidden}
+        same = {name: columns.pop(name)[0] for name in COSTS if len(block) > 1 and len({*columns[name]}) == 1}
+        yield from _table(tuple(columns), list(zip(*columns.values(), strict=True)))
+        if same:
+            yield f"{ALIKE}{', '.join(f'{name} {cell}' for name, cell in same.items())}.\n"
         yield from _too_short(block)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from noloco_node.laboratory.course import markdown
+from noloco_node.laboratory.course import ALIKE, COSTS, markdown
 from noloco_node.laboratory.figures import Results
 from tests.virtual import made_results as made
 
@@ -23,6 +23,14 @@ def table(record: Results) -> dict[tuple[str, str, str], dict[str, str]]:
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if cells and not columns:
             columns = cells
+        elif line.startswith(ALIKE):
+            said = [
+                cell.partition(name)
+                for cell in line.removeprefix(ALIKE).removesuffix(".").split(", ")
+                for name in COSTS
+            ]
+            told = {name: cell.strip() for before, name, cell in said if name and not before}
+            found |= {key: row | told for key, row in found.items() if key[0] == block}
         elif cells and set(cells) != {"---"}:
             row = dict(zip(columns, cells, strict=True))
             found[block, row["variant"], row["settings"]] = row
@@ -55,6 +63,8 @@ def test_all_bytes_are_counted_and_the_loss_is_shown_on_both_sides_of_the_last_e
     assert isinstance(hidden, int)
     assert row["activations per inner step"] == f"{256 * (8 * hidden + 4) / 1000:.3g} kB"
     told = record({"replicas": [4]})
+    assert ALIKE in markdown(told), "each replica carries the same, whatever it exchanges"
+    assert "| activations per inner step |" not in markdown(told)
     run = told.run | {"model": told.run["model"] | {"subspace_rank": 16}}
     row = table(told.model_copy(update={"run": run}))["49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.6"]
     assert row["activations per inner step"] == f"{256 * (8 * 16 + 4) / 1000:.3g} kB"
