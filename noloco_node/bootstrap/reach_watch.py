@@ -13,15 +13,20 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from noloco_node.ambient import SOON_SECONDS
-from noloco_node.bootstrap.dial_back import MAX_PORTS, PEER_SECONDS, Dialled, Reached, ask_dial_back, hosts_of
 from noloco_node.bootstrap.reachability import (
+    MAX_PORTS,
     MISSES,
+    PEER_SECONDS,
+    Dialled,
     HostPort,
+    Reached,
     ReachFinding,
     ReachStanding,
     Seen,
     Step,
     Way,
+    ask_dial_back,
+    hosts_of,
     is_elsewhere,
     judge,
     may_change,

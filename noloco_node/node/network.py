@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from noloco_node import ambient
-from noloco_node.bootstrap.dial_back import serve_dial_back
 from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
+from noloco_node.bootstrap.reachability import serve_dial_back
 from noloco_node.bootstrap.spec_fetch import fetch_run_spec
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings

@@ -25,7 +25,7 @@ from noloco_node.state_transfer.backups import StageCopies
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_long
-from noloco_node.training.frozen_state import sizes_of, without_missing_trail
+from noloco_node.training.frozen_state import sizes_of
 from noloco_node.training.layout import FlatLayout
 from noloco_node.training.stage_worker import StageWorker
 
@@ -154,7 +154,7 @@ async def revive(
 def _that_fits(checkpoint: Checkpoint | None, worker: StageWorker) -> Checkpoint | None:
     if checkpoint is None:
         return None
-    if without_missing_trail(worker.state_sizes(), checkpoint.tensors).items() <= sizes_of(checkpoint.tensors).items():
+    if worker.state_sizes().items() <= sizes_of(checkpoint.tensors).items():
         return checkpoint
     logger.warning("checkpoint %s is not used: its tensors are not those of this stage", checkpoint.path)
     return None

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from noloco_node import PROTOCOL_VERSION, __version__
-from noloco_node.bootstrap.dial_back import MAX_PORTS, Dialled, Reached, ask_dial_back
 from noloco_node.bootstrap.hello import MeasuredClock, measure_hello
+from noloco_node.bootstrap.reachability import MAX_PORTS, Dialled, Reached, ask_dial_back
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.identity.addresses import parse_address

@@ -45,13 +45,6 @@ def sizes_of(tensors: Mapping[str, Tensor]) -> Sizes:
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def without_missing_trail(
-    sizes: Sizes, tensors: Mapping[str, Tensor]
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """What `tensors` must have of `sizes`: states of versions that had no trail lack it."""
-    return {name: size for name, size in sizes.items() if name != TRAIL or TRAIL in tensors}
-
-
 class Thawed(Exception):
     """The state was let go before it was read to its end: what was read is of no one moment."""
 

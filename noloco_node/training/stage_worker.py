@@ -28,7 +28,6 @@ from noloco_node.training.frozen_state import (
     FrozenState,
     Sizes,
     sizes_of,
-    without_missing_trail,
 )
 from noloco_node.training.host_copies import DeviceWatch, UnderWay
 from noloco_node.training.progress import (
@@ -419,14 +418,11 @@ class StageWorker:
         await self._thread.run(Priority.STEP, work)
 
     async def resume(self, state: CheckpointState) -> None:
-        """Go on where `state` was taken. ValueError, and no change, where it is not of this stage and run.
-
-        A trail may be missing, as in states of versions that had none: it begins anew. A momentum may be there that
-        this run does not need, as older versions kept one, and no gradient where none had gathered.
-        """
-        own, there = without_missing_trail(self.state_sizes(), state.tensors), sizes_of(state.tensors)
-        own |= dict.fromkeys({GRADIENT, MOMENTUM} & set(there), own["fast"])
-        if there != own or (state.tokens_accumulated and GRADIENT not in there):
+        """Go on where `state` was taken. ValueError, and no change, where it is not of this stage and run. It has a
+        gradient only if one had gathered."""
+        own, there = self.state_sizes(), sizes_of(state.tensors)
+        gradient = {GRADIENT: own["fast"]} if GRADIENT in there else {}
+        if there != own | gradient or (state.tokens_accumulated and not gradient):
             raise ValueError("its tensors are not those of this stage")
         if abs(state.credit) > (batch := self._spec.inner.global_batch_tokens):
             raise ValueError(f"its credit is {state.credit:,.0f} tokens, and a batch has {batch:,}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from noloco_node.accounting import receipts
 from noloco_node.averaging import session as exchange_messages
-from noloco_node.bootstrap import dial_back, hello, spec_fetch
+from noloco_node.bootstrap import hello, reachability, spec_fetch
 from noloco_node.directory import records_call, signed_end
 from noloco_node.pipeline import messages as microbatch
 from noloco_node.state_transfer import copies as copy_messages
@@ -34,7 +34,7 @@ REQUESTS: Mapping[str, type[WireModel] | None] = {
     copy_messages.COPY_CHUNK.name: copy_messages.CopyRequest,
     receipts.RECEIPT.name: receipts.ReceiptHeader,
     access.ACCESS.name: access.ShownProof,
-    dial_back.DIAL_BACK.name: dial_back.DialBack,
+    reachability.DIAL_BACK.name: reachability.DialBack,
     hello.HELLO.name: None,
     spec_fetch.SPEC.name: None,
     signed_end.END.name: None,

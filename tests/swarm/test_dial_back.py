@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtensionOID
 
-from noloco_node.bootstrap.dial_back import (
+from noloco_node.bootstrap.reachability import (
     AT_ONCE,
     MAX_PORTS,
     PEER_SECONDS,

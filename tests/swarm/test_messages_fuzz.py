@@ -28,7 +28,7 @@ from noloco_node.accounting import receipts
 from noloco_node.accounting.statements import ContributionFile, Receipt, statement_text
 from noloco_node.averaging import session as exchange
 from noloco_node.averaging.side import Phase
-from noloco_node.bootstrap import dial_back, spec_fetch
+from noloco_node.bootstrap import reachability, spec_fetch
 from noloco_node.config.run_spec import AccessSpec, LimitsSpec, OuterSpec, PipelineSpec, RunSpec
 from noloco_node.directory import records_call
 from noloco_node.directory.records import PeerState
@@ -142,7 +142,7 @@ class Target:
                 return {"statement": text, "seal": stranger.sign(text.encode()).hex()}
             case access.ACCESS.name:
                 return {"proof": INVITED.model_dump(mode="json", exclude_none=True)}
-            case dial_back.DIAL_BACK.name:
+            case reachability.DIAL_BACK.name:
                 return {"ports": [1 + recipe.number]}
             case records_call.RECORDS.name:
                 told = {"stage": stage, "peer": f"somebody-{recipe.number}", "expires": 2e9, "signed": "AAAA"}
@@ -292,7 +292,7 @@ async def serve_the_rest(target: Target, file: ContributionFile) -> None:
     async def nowhere() -> dict[PeerId, list[str]]:
         return {}
 
-    dial_back.serve_dial_back(transport, nowhere)
+    reachability.serve_dial_back(transport, nowhere)
     progress = lambda: replica.worker.progress  # noqa: E731 - as the daemon passes it
     receipts.Receipts(spec.run_id, replica.stage, transport, replica.pipeline.ledger, progress, file).start()
     copies = StageCopies(spec, [0] * spec.stages, transport, random.Random(0))

@@ -15,13 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.bootstrap import dial_back
-from noloco_node.bootstrap.dial_back import DialBack, Dialled, Reached
+from noloco_node.bootstrap import reachability
 from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
 from noloco_node.bootstrap.reachability import (
     CHANGES,
     CHANGES_COUNT_SECONDS,
+    DialBack,
+    Dialled,
     HostPort,
+    Reached,
     ReachFinding,
     ReachStanding,
     Seen,
@@ -187,7 +189,7 @@ async def watching(world: World, monkeypatch: pytest.MonkeyPatch, policy: Policy
             results = {name: Reached.YES if ok else Reached.NO for name, ok in said.items()}
             return Message(Dialled(seen_at=(), results=results).model_dump(mode="json"))
 
-        transport.serve(dial_back.DIAL_BACK.name, no_tensors, dial, max_concurrent_per_peer=4)
+        transport.serve(reachability.DIAL_BACK.name, no_tensors, dial, max_concurrent_per_peer=4)
     own = MemoryTransport(network, OWN)
     watch = ReachWatch(world, own, policy, world.readdress, random.Random(1))
     watch.tell(world.standings.append)

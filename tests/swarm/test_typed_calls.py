@@ -15,7 +15,7 @@ import torch
 from noloco_node.accounting.receipts import RECEIPT, open_receipts
 from noloco_node.accounting.statements import Receipt, statement_text
 from noloco_node.averaging import session as exchange
-from noloco_node.bootstrap import dial_back, hello, spec_fetch
+from noloco_node.bootstrap import hello, reachability, spec_fetch
 from noloco_node.config.run_spec import OuterSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
@@ -233,7 +233,7 @@ def test_a_strangers_mistake_is_named_in_one_printable_line() -> None:
     """That holds also if the name of its place is the stranger's own."""
     header = {"seen_at": [], "results": {"\x1b[2J\n12:00:00 E [node] all is lost": "reached"}}
     with pytest.raises(Refused, match=r"results\..\[2J 12:00:00 E \[node\] all is lost") as refused:
-        parse(dial_back.Dialled, header)
+        parse(reachability.Dialled, header)
     assert refused.value.detail.isprintable()
 
 
@@ -255,7 +255,7 @@ async def test_judging_books_once_and_only_bad_answers() -> None:
 
 METHODS: dict[str, Callable[[Transport], Awaitable[object]]] = {
     hello.HELLO.name: lambda transport: hello.ask_hello(transport, HOSTILE),
-    dial_back.DIAL_BACK.name: lambda transport: dial_back.ask_dial_back(transport, HOSTILE, [1]),
+    reachability.DIAL_BACK.name: lambda transport: reachability.ask_dial_back(transport, HOSTILE, [1]),
     spec_fetch.SPEC.name: lambda transport: spec_fetch._fetch(transport, HOSTILE, cast("hello.Hello", None)),
 }
 

@@ -19,7 +19,7 @@ import noloco_node
 from noloco_node.accounting import receipts
 from noloco_node.accounting.statements import Receipt, statement_text
 from noloco_node.averaging import session as exchange_messages
-from noloco_node.bootstrap import dial_back, hello, spec_fetch
+from noloco_node.bootstrap import hello, reachability, spec_fetch
 from noloco_node.directory import records_call, signed_end
 from noloco_node.identity.invitations import Grant, Proof
 from noloco_node.pipeline import messages as microbatch
@@ -208,14 +208,14 @@ def _bootstrap() -> list[Example]:
         birth="6553f1000123456789abcdef",
     )  # fmt: skip
     seed = hello.Hello(run="", name="", protocol=3, version="0.1.0", stage=None, time=1_700_000_000.5, over=True)
-    seen = dial_back.Dialled(seen_at=("192.0.2.7",), results={"192.0.2.7 7000": dial_back.Reached.YES})
+    seen = reachability.Dialled(seen_at=("192.0.2.7",), results={"192.0.2.7 7000": reachability.Reached.YES})
     return [
         Example(hello.HELLO, NOTHING, node),
         Example(hello.HELLO, NOTHING, seed, special="of a seed"),
         Example(spec_fetch.SPEC, NOTHING, Nothing(), answer_tensors=(numbers(torch.uint8, 9),)),
         Example(signed_end.END, NOTHING, Nothing(), answer_tensors=(numbers(torch.uint8, 2),)),
         Example(access.ACCESS, access.ShownProof(proof=Proof(grant=grant, holder=SEAL)), Nothing()),
-        Example(dial_back.DIAL_BACK, dial_back.DialBack(ports=(7000, 7001)), seen),
+        Example(reachability.DIAL_BACK, reachability.DialBack(ports=(7000, 7001)), seen),
         Example(records_call.RECORDS, _told(1), _told(None)),
         Example(receipts.RECEIPT, _receipt(), Nothing()),
     ]
