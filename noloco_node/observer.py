@@ -12,10 +12,18 @@ from typing import Literal
 
 from noloco_node import __version__, ambient
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
+from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.membership import REFRESH_SECONDS
-from noloco_node.directory.records import Directory, DirectoryView, LiveRecord, PeerRecord, PeerState, look_for_others
+from noloco_node.directory.records import (
+    FIRST_LOOK_SECONDS,
+    Directory,
+    DirectoryView,
+    LiveRecord,
+    PeerRecord,
+    PeerState,
+    look_for_others,
+)
 from noloco_node.directory.summary import believed, node_seen
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.node_state import KEPT, MOST_NODES, NodeSeen
@@ -355,7 +363,7 @@ class Onlooker:
     async def first_look(self, seconds: float) -> SwarmView:
         """Look until a node is seen, `seconds` at most, and ask everybody once whether it is there."""
         await look_for_others(self._directory, self._transport.peer_id, seconds)
-        await self._roll.sweep(SWEEP_SECONDS)
+        await self._roll.sweep(FIRST_LOOK_SECONDS)
         return self._see()
 
     async def run(self, on_look: Callable[[SwarmView], None] = lambda _: None) -> None:

@@ -62,7 +62,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.fixture
 def asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that does not answer at once is not asked again where a first state comes from."""
-    for name in ("ASK_SECONDS", "DOUBT_SECONDS"):
+    for name in ("FIRST_LOOK_SECONDS", "DOUBT_SECONDS"):
         monkeypatch.setattr(f"noloco_node.node.first_state.{name}", 0.0)
 
 

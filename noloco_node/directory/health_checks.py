@@ -29,8 +29,6 @@ from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
 
-SWEEP_SECONDS = 10.0
-"""A sweep asks all peers within so many seconds before something is decided."""
 STRANGERS_SECONDS = 3.0
 """A sweep waits at most so many seconds for peers it knows nothing of, once somebody is there. A crowd of ghosts must
 not hold up a start."""

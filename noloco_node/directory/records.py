@@ -255,6 +255,7 @@ class Directory(Protocol):
 
 
 FIRST_LOOK_SECONDS = 10.0
+"""A newcomer looks for others, and asks those that it sees, for so many seconds each before anything is decided."""
 
 
 async def look_for_others(directory: Directory, own: PeerId, seconds: float) -> DirectoryView:

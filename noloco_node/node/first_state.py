@@ -15,7 +15,7 @@ from noloco_node.ambient import SOON_SECONDS
 from noloco_node.bootstrap.hello import Hello, hello_or_none, said_to_be_over
 from noloco_node.bootstrap.spec_fetch import RunHasEnded, run_has_ended
 from noloco_node.directory.known_peers import HeldState
-from noloco_node.directory.records import SERVING, PeerRecord, PeerState
+from noloco_node.directory.records import FIRST_LOOK_SECONDS, SERVING, PeerRecord, PeerState
 from noloco_node.directory.signed_end import near_from
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import peers_at
@@ -33,7 +33,6 @@ from noloco_node.node.revival import (
 )
 from noloco_node.node.stage_lifecycle import BeginsFrom, StageLifecycle
 from noloco_node.placement.arrival import (
-    ASK_SECONDS,
     BEGINNINGS,
     DOUBT_SECONDS,
     HEARD,
@@ -193,7 +192,7 @@ async def _left_behind(replica: Replica, clock: float) -> bool:
     of others would say so they are asked again for a while: one lost request decides nothing."""
     members, stage, max_lag = replica.membership, replica.stage, replica.context.spec.max_lag_tokens
     loop = asyncio.get_running_loop()
-    until = loop.time() + ASK_SECONDS
+    until = loop.time() + FIRST_LOOK_SECONDS
     while not (there := members.others_there(*SERVING)):
         elsewhere = [record for record in members.others(*SERVING) if record.stage != stage]
         if not is_left_behind(clock, elsewhere, stage, max_lag) or loop.time() >= until:
@@ -301,7 +300,7 @@ class FirstState:
             unrecorded = bool(self._membership.unrecorded())
             if there or not self._joined or not (unrecorded or self._membership.others(*HEARD)):
                 return there
-            if loop.time() >= began + (DOUBT_SECONDS if unrecorded else ASK_SECONDS):
+            if loop.time() >= began + (DOUBT_SECONDS if unrecorded else FIRST_LOOK_SECONDS):
                 return there
             # Nothing tells that a peer can be reached again: asking is the only way.
             await asyncio.sleep(SOON_SECONDS)

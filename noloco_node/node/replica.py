@@ -20,9 +20,9 @@ from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.data.samples import Samples
 from noloco_node.directory.clocks import FarBehind, PeerClocks
-from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
+from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.membership import Membership, OwnFigures
-from noloco_node.directory.records import MOST_SHOWN, Directory, OwnWord, PeerState
+from noloco_node.directory.records import FIRST_LOOK_SECONDS, MOST_SHOWN, Directory, OwnWord, PeerState
 from noloco_node.directory.records_call import serve_records
 from noloco_node.directory.shared_text import SharedText
 from noloco_node.directory.signed_end import SignedEnd
@@ -87,7 +87,7 @@ class Neighbourhood(Participant):
 
     async def _ask_all(self) -> None:
         """Before it serves; from then on the health check asks by itself."""
-        await self.checks.sweep(SWEEP_SECONDS)
+        await self.checks.sweep(FIRST_LOOK_SECONDS)
 
     def serve(self) -> tuple[Withdraw, ...]:
         """Tell records to peers that ask, at once: a joiner asks before anybody trains."""

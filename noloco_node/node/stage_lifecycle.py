@@ -13,7 +13,7 @@ from typing import Literal
 from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
+from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.membership import REFRESH_SECONDS, Membership
 from noloco_node.directory.records import (
     FIRST_LOOK_SECONDS,
@@ -124,7 +124,7 @@ class StageLifecycle:
         )
 
     async def _ask_all(self) -> None:
-        await self._roll.sweep(SWEEP_SECONDS)
+        await self._roll.sweep(FIRST_LOOK_SECONDS)
 
     async def look_around(self) -> DirectoryView:
         """The directory before a stage is chosen, without this node's own former record. If this node joined others, it

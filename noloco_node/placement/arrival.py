@@ -33,11 +33,9 @@ BEGINNINGS = {
     "seed": "the run's first weights",
 }
 
-ASK_SECONDS = 10.0
-"""Nodes that the directory shows are asked again for so many seconds while none of them answers."""
 DOUBT_SECONDS = 30.0
-"""They are asked for so many seconds in case of doubt: a serving node answers and its record is missing, or most that
-have a say are not past the first outer step."""
+"""Nodes that the directory shows are asked for so many seconds in case of doubt. Either a serving node answers and its
+record is missing, or most that have a say are not past the first outer step."""
 HEARD = (*SERVING, PeerState.JOINING)
 """Nodes in these states have a say if they answer."""
 

@@ -24,7 +24,7 @@ from noloco_node.training.trainer import PRECISIONS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FP32 = 4
+FP32 = torch.float32.itemsize
 HEAD_TENSORS = 3
 """The number of fp32 tensors of the size of the logits: their log softmax, the gradient of that, and the gradient of
 the logits. The logits themselves are gone by then."""

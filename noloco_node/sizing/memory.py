@@ -28,8 +28,8 @@ GIB = 1 << 30
 OUTER_VECTORS = 2
 """The outer step's vectors: slow weights and snapshot. Where α is not 0 the outer momentum is a third, and where the
 codec trails the trail is one more."""
-HALF_BYTES = 2
-ID_BYTES = 4
+HALF_BYTES = torch.bfloat16.itemsize
+ID_BYTES = torch.int32.itemsize
 """The bytes of a token's number, or of a label."""
 BESIDE_A_LAYER = 4
 """The number of tensors of the size of a microbatch's activations that lie beside a layer's backward: inputs, outputs,

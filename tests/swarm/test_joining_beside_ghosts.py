@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from noloco_node import ambient
-from noloco_node.directory.health_checks import SWEEP_SECONDS, HealthChecks
-from noloco_node.directory.records import SignedRecord
+from noloco_node.directory.health_checks import HealthChecks
+from noloco_node.directory.records import FIRST_LOOK_SECONDS, SignedRecord
 from noloco_node.directory.records_call import serve_records
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.simulator.loop import in_virtual_time
@@ -48,7 +48,7 @@ async def found_after(ghosts: int, entrances: Sequence[PeerId], seed: int) -> fl
     checks = HealthChecks(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, rng, entrances)
     try:
         for _ in itertools.takewhile(lambda _: not joiner.peer_stats.serves(STAGE_PEER, 0), range(100)):
-            await checks.sweep(SWEEP_SECONDS)
+            await checks.sweep(FIRST_LOOK_SECONDS)
         return ambient.monotonic()
     finally:
         for transport in transports:
@@ -74,7 +74,7 @@ def test_each_ghost_is_asked_once_in_a_start() -> None:
         own = MemoryDirectory(MemoryDirectoryHub(2))
         for _ in range(3):  # a node's stays and its replica check on peers one after the other
             checks = HealthChecks(joiner, own, RUN, lambda: 0, 60.0, lambda: records, lambda: None, random.Random(1))
-            await checks.sweep(SWEEP_SECONDS)
+            await checks.sweep(FIRST_LOOK_SECONDS)
         await joiner.close()
         await stage_peer.close()
         return [joiner.peer_stats.of(PeerId(each.peer_id)).silences for each in records[:-1]]

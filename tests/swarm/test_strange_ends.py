@@ -169,7 +169,7 @@ async def test_a_ghosts_record_keeps_no_run_from_starting(state: PeerState) -> N
 async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It finds the last record of the node that it was told to join, and nobody. It neither starts from the seed nor
     waits for ever."""
-    monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(first_state, "FIRST_LOOK_SECONDS", 0.05)
     async with world(short_run(), settings=JOINS) as made:
         await haunt(made, PeerState.GONE, name=parse_address(NAMED).peer, finished=True)
         with pytest.raises(UserError) as raised:
@@ -182,7 +182,7 @@ async def test_who_comes_after_the_end_is_told_so(stage: int, monkeypatch: pytes
 @virtually
 async def test_a_ghost_that_says_it_has_finished_keeps_no_run_from_being_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """One record of a free key turned everybody away that joined a new run by its seed alone."""
-    monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(first_state, "FIRST_LOOK_SECONDS", 0.05)
     async with world(short_run(), settings=JOINS) as made:
         await haunt(made, PeerState.GONE, finished=True)
         assert await become_current(made.replicas[0]) is None
@@ -191,7 +191,7 @@ async def test_a_ghost_that_says_it_has_finished_keeps_no_run_from_being_begun(m
 @virtually
 async def test_two_that_come_after_the_end_are_no_run_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answers the other, and both were told to join a node that has finished and left."""
-    monkeypatch.setattr(first_state, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(first_state, "FIRST_LOOK_SECONDS", 0.05)
     async with world(short_run(), replicas=2, settings=JOINS) as made:
         await haunt(made, PeerState.GONE, name=parse_address(NAMED).peer, finished=True)
         late = made.replicas[:2]
