@@ -286,7 +286,10 @@ def decisions(pages_of_them: dict[str, str]) -> list[Decision]:
 def problems_of_decisions(index: str, pages_of_them: dict[str, str]) -> list[str]:
     """Records that are too many, too long, or not in the index as they are called, in the order of their numbers."""
     records = sorted(decisions(pages_of_them), key=lambda record: record.number)
-    named = re.findall(r"^- (\d+)\. \[(.+)\]\(([\w-]+)\.md#.+\)$", index, flags=re.MULTILINE)
+    named: list[tuple[str, str, str]] = []
+    for part in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
+        page = re.search(r"\]\(([\w-]+)\.md\)", part)
+        named += [(n, title, page[1] if page else "") for n, title in re.findall(r"^(\d+)\. (.+)$", part, re.MULTILINE)]
     known = [(str(record.number), record.title, record.page) for record in records]
     wrong = [f"{len(records)} records: join two of them"] if len(records) > MOST_RECORDS else []
     wrong += [f"record {r.number} has {r.lines} lines" for r in records if r.lines > MOST_LINES]
@@ -305,16 +308,16 @@ def test_decisions_are_few_and_short_and_stand_in_their_index() -> None:
     ("index", "text", "wrong"),
     [
         ("", "## 1. One\n", 1),
-        ("- 1. [One](page.md#1-one)\n- 2. [Two](page.md#2-two)\n", "## 1. One\n", 1),
-        ("- 1. [One](page.md#1-one)\n", "## 1. One\n" + "- a line\n" * 16, 1),
-        ("- 2. [Two](page.md#2-two)\n", "## 2. Two\n", 1),
-        ("".join(f"- {n}. [A](page.md#a)\n" for n in range(1, 42)), "".join(f"## {n}. A\n" for n in range(1, 42)), 1),
-        ("- 1. [One](page.md#1-one)\n", "## 1. One\n" + "- a line\n" * 15, 0),
+        ("1. One\n2. Two\n", "## 1. One\n", 1),
+        ("1. One\n", "## 1. One\n" + "- a line\n" * 16, 1),
+        ("2. Two\n", "## 2. Two\n", 1),
+        ("".join(f"{n}. A\n" for n in range(1, 42)), "".join(f"## {n}. A\n" for n in range(1, 42)), 1),
+        ("1. One\n", "## 1. One\n" + "- a line\n" * 15, 0),
     ],
 )
 def test_a_page_of_decisions_that_breaks_a_rule_is_seen(index: str, text: str, wrong: int) -> None:
     """Missing in the index, only there, too long, with a gap, too many; and one that is in order."""
-    assert len(problems_of_decisions(index, {"page": text})) == wrong
+    assert len(problems_of_decisions(f"## [A page](page.md)\n\n{index}", {"page": text})) == wrong
 
 
 def stands_in_the_code(message: str) -> bool:
