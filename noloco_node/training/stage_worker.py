@@ -422,7 +422,7 @@ class StageWorker:
         gradient only if one had gathered."""
         own, there = self.state_sizes(), sizes_of(state.tensors)
         gradient = {GRADIENT: own["fast"]} if GRADIENT in there else {}
-        if there != own | gradient or (state.tokens_accumulated and not gradient):
+        if there != {**own, **gradient} or (state.tokens_accumulated and not gradient):
             raise ValueError("its tensors are not those of this stage")
         if abs(state.credit) > (batch := self._spec.inner.global_batch_tokens):
             raise ValueError(f"its credit is {state.credit:,.0f} tokens, and a batch has {batch:,}")
