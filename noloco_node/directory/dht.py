@@ -21,6 +21,7 @@ from noloco_node.directory.dht_walk import WALK_SECONDS, Walker
 from noloco_node.directory.known_peers import LostPeers
 from noloco_node.directory.records import (
     EVERYBODY,
+    WITHDRAWAL_SECONDS,
     DirectoryView,
     LiveRecord,
     PeerRecord,
@@ -44,8 +45,6 @@ WALK_AGAIN = 0.5
 JOIN_SECONDS = 20.0
 MAX_LIFE_SECONDS = 3600.0
 """A record that claims to live more than so many seconds from now is not held: its owner could never leave."""
-WITHDRAWAL_SECONDS = 10.0
-"""A withdrawal may live so many seconds longer than what it withdraws."""
 SMALLEST_EXTENSION = 1e-3
 ALSO_ASKED = 8
 """The number of peers with earlier answers that are asked for records whatever their places. A stranger that took all

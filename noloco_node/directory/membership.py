@@ -20,6 +20,7 @@ from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, s
 from noloco_node.directory.records import (
     NOTHING_SHOWN,
     SERVING,
+    WITHDRAWAL_SECONDS,
     Directory,
     DirectoryView,
     LiveRecord,
@@ -63,7 +64,6 @@ class DuplicateIdentityWatch:
 
 
 REFRESH_SECONDS = 2.0
-WITHDRAWAL_MARGIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Membership:
         self._on_change = on_change
         self._ask = ask
         self._sequence = int(directory.now() * 1000)
-        earlier = directory.now() + 2.0 * record_seconds + WITHDRAWAL_MARGIN_SECONDS
+        earlier = directory.now() + 2.0 * record_seconds + WITHDRAWAL_SECONDS
         self.twin = DuplicateIdentityWatch(own, self._sequence, earlier)
         self._announced_speed = 0.0
         self._announced_newcomer = False
@@ -304,8 +304,8 @@ class Membership:
         self.state = state
         self._finished |= state is PeerState.FINISHING
         life = self._record_seconds
-        if state is PeerState.GONE:  # must outlive every earlier record, or those would come back to life
-            life += WITHDRAWAL_MARGIN_SECONDS
+        if state is PeerState.GONE:
+            life += WITHDRAWAL_SECONDS
         figures = self._describe()
         self._sequence += 1
         self._announced_speed, self._announced_newcomer = figures.tokens_per_second, figures.newcomer

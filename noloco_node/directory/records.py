@@ -254,6 +254,8 @@ class Directory(Protocol):
         ...
 
 
+WITHDRAWAL_SECONDS = 5.0
+"""A withdrawal lives so many seconds longer than a record, or earlier ones would come back to life."""
 FIRST_LOOK_SECONDS = 10.0
 """A newcomer looks for others, and asks those that it sees, for so many seconds each before anything is decided."""
 

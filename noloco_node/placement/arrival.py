@@ -18,8 +18,7 @@ from typing import Literal
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.membership import WITHDRAWAL_MARGIN_SECONDS
-from noloco_node.directory.records import SERVING, Directory, OwnWord, PeerRecord, PeerState
+from noloco_node.directory.records import SERVING, WITHDRAWAL_SECONDS, Directory, OwnWord, PeerRecord, PeerState
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import PeerStats
@@ -233,7 +232,7 @@ class Arrival:
             sequence=int(self._directory.now() * 1000),
             shown=shown.model_copy(update={"name": self._shown.name, "paused": state is PeerState.DRAINING}),
         )
-        life = self._record_seconds + (WITHDRAWAL_MARGIN_SECONDS if gone else 0.0)
+        life = self._record_seconds + (WITHDRAWAL_SECONDS if gone else 0.0)
         if not await self._directory.publish(record, life):
             logger.debug("no peer took this node's announcement (%s at stage %d)", state, stage)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import isfinite
 
-from noloco_node.report.chronicle import Chronicle, Moment
-from noloco_node.report.folder import ReportedRun
+from noloco_node.report.folder import Chronicle, Moment, ReportedRun
 from noloco_node.telemetry.events import Account
 from noloco_node.telemetry.node_state import POINTS
 from noloco_node.telemetry.summary import (

@@ -12,9 +12,8 @@ from pathlib import Path
 from noloco_node import __version__, ambient
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.report import drawing, figures
-from noloco_node.report.chronicle import MOST_MOMENTS, Chronicle
 from noloco_node.report.figures import words
-from noloco_node.report.folder import ReportedRun, read_folder
+from noloco_node.report.folder import MOST_MOMENTS, Chronicle, ReportedRun, read_folder
 from noloco_node.storage import atomic
 from noloco_node.telemetry.summary import TRAINING_LOSS_SHARE
 from noloco_node.telemetry.web import text_of

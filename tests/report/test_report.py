@@ -17,8 +17,7 @@ from noloco_node.cli import main as cli
 from noloco_node.diagnostics.status import status_lines
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.report import figures
-from noloco_node.report.chronicle import Chronicle, Moment
-from noloco_node.report.folder import read_folder
+from noloco_node.report.folder import Chronicle, Moment, read_folder
 from noloco_node.report.page import make_report, page
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import Account, AnyEvent, Doing, P2pdRestarted, StateSourceFailed, Warned
