@@ -84,7 +84,7 @@ async def test_a_second_pause_in_a_row_loses_nothing_of_what_a_full_disk_did_not
     net = SimpleNamespace(spec=spec, settings=NodeSettings(), known=SimpleNamespace(holders=lambda *_: ()))
     node: Any = SimpleNamespace(stays=stays, net=net, folder=None, checkpoints=folder)
     node.pause, node.paused, node.was_paused = SimpleNamespace(rests=False), False, True
-    node.started, node.kept, resumed = True, False, list[Checkpoint]()
+    node.started, resumed = True, list[Checkpoint]()
 
     @contextlib.asynccontextmanager
     async def entered(*_: object) -> AsyncGenerator[Any]:

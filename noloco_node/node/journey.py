@@ -156,10 +156,9 @@ async def _rest(node: NodeParts, stage: int, interrupts: Interrupts) -> None:
         async with node.stays.resting(stage):
             await net.beside(pause.ends(), pause.keep(), net.invitation.raised_at_its_end())
         interrupts.at_rest = False
-    if node.kept:
-        node.kept = False
-        node.saved = await ambient.elsewhere(node.checkpoints.newest, net.spec.run_id, stage)
     if ended_a_stay:
+        if node.saved is None:  # it lies on the disk
+            node.saved = await ambient.elsewhere(node.checkpoints.newest, net.spec.run_id, stage)
         node.was_paused |= node.started
         node.stays.near = False  # others have gone on since
         _look_back(node)
@@ -209,7 +208,6 @@ async def _obtain(node: NodeParts, stage_index: int, interrupts: Interrupts) -> 
                 origin = await _first_state(node, stay.replica, clock)
             if node.paused and resumed:  # the replica may be newer than the checkpoint, which `_enter_stage` let go
                 node.saved = await stay.keeper.save_or_keep()
-                node.kept = node.saved is None
             if origin is not None:
                 moved = stays.arrived(stay.replica, origin)
                 if moved is not None or not node.started:

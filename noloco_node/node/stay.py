@@ -46,15 +46,13 @@ class NodeParts:
     stays: StageLifecycle
     pause: PauseSwitch
     saved: Checkpoint | None
-    """What the first stay goes on from."""
+    """What the next stay goes on from; after a pause None stands for this node's newest checkpoint."""
     started: bool = False
     """It has told that it is up."""
     paused: bool = False
     """A pause has ended the last stay, and this node is to come back to its stage."""
     was_paused: bool = False
     """It has trained, and a pause ended that stay."""
-    kept: bool = False
-    """A stay that a pause has ended goes on from this node's newest checkpoint."""
 
     @property
     def emit(self) -> Callable[[AnyEvent], None]:
@@ -105,7 +103,7 @@ class Stay:
         if self._moves_on:
             return None
         if self._rests:
-            node.paused, node.kept = True, node.saved is None
+            node.paused = True
             return None
         await node.stays.give_up_move()
         if self.refused is not None and not self.interrupts.asked:
