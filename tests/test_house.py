@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 60_017,
-    "lines of the tests": 61_281,
-    "lines of benchmarks and deploy": 4_918,
-    "module-level numbers": 503,
-    "files of the package": 292,
+    "lines of the package": 59_844,
+    "lines of the tests": 61_305,
+    "lines of benchmarks and deploy": 4_917,
+    "module-level numbers": 477,
+    "files of the package": 279,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 390,
-    "kB of results in docs": 310,
+    "kB of Markdown": 379,
+    "kB of results in docs": 307,
     "decision records": 40,
 }
 WAYS = {"a microbatch": 35, "an outer step": 35, "a joiner": 59}
