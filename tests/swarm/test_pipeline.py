@@ -134,7 +134,7 @@ async def test_a_sample_whose_hop_fails_is_drawn_again_as_often_as_is_allowed(
     """It returns to the queue and is trained later: put back is an event, not a loss. One that always fails is given
     up, and the run goes on with the next ones."""
     pipeline = PipelineSpec.model_validate({"budget_seconds": 2.0, "progress_seconds": 1.0, **most})
-    monkeypatch.setattr(microbatch, "ATTEMPTS", 1)
+    monkeypatch.setattr("noloco_node.pipeline.microbatch.ATTEMPTS", 1)
     async with world(micro_spec(layers=2, steps=12, pipeline=pipeline)) as made:
         await run_with_faults(made, Fault(FaultKind.LOSE_REQUEST, method=microbatch.MICROBATCH.name, times=3))
         account = closed_account(made)
@@ -175,9 +175,10 @@ async def test_a_device_without_memory_for_a_microbatch_costs_no_sample(
 
 @pytest.mark.parametrize(("stages", "requeues"), [(2, 1), (3, 0)])
 @virtually
-async def test_an_outage_drops_no_sample(stages: int, requeues: int) -> None:
+async def test_an_outage_drops_no_sample(stages: int, requeues: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only peer of the last stage cannot be reached for a while: samples wait with growing pauses, none is dropped.
     If that is two stages on, the one between says so, and the origin does not count it against the samples."""
+    monkeypatch.setattr("noloco_node.pipeline.microbatch.ATTEMPTS", 2 if stages == 3 else 3)
     pipeline = PipelineSpec(budget_seconds=10.0, progress_seconds=5.0, requeues=requeues)
     async with world(micro_spec(stages=stages, steps=12, pipeline=pipeline)) as made:
         last = peer_name(stages - 1, 0)
@@ -192,9 +193,12 @@ async def test_an_outage_drops_no_sample(stages: int, requeues: int) -> None:
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("reason", [Refusal.BUSY, Refusal.DRAINING, Refusal.NOT_ADMITTED, Refusal.WRONG_STAGE])
 @virtually
-async def test_peers_that_would_refuse_any_microbatch_cost_no_sample(reason: Refusal, stages: int) -> None:
+async def test_peers_that_would_refuse_any_microbatch_cost_no_sample(
+    reason: Refusal, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last stage has no place for longer than a sample's whole time, at the next hop or two hops on. It had dropped
     samples that nobody had looked into."""
+    monkeypatch.setattr("noloco_node.pipeline.microbatch.ATTEMPTS", 2)
     pipeline = PipelineSpec(budget_seconds=1.0, progress_seconds=0.5, requeues=0)
     async with world(micro_spec(stages=stages, layers=stages, steps=12, pipeline=pipeline)) as made:
         target, times = peer_name(stages - 1, 0), 60 if reason in microbatch.NO_FAILURE else 16
