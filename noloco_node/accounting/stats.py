@@ -27,6 +27,7 @@ from noloco_node.transport.interface import DIRECTORY, RELAYED
 IDLE_SECONDS = 10.0
 """A node is waiting after so many seconds without a trained token, and after the usual time of five inner steps. Two
 reports of the same thing, with only its details changed, are as far apart: details are told no oftener than waits."""
+CUT_OFF = "; none of the peers that have answered does any more: THIS MACHINE SEEMS CUT OFF, or all others have left"
 
 What = Literal[
     "joining", "downloading", "training", "waiting_for_work", "waiting_for_peers", "finishing", "draining", "paused"
@@ -58,6 +59,8 @@ class Facts:
     """Stages with a node that says that it is paused."""
     introduced: Collection[int] = ()
     """Stages with a node that says that it serves, whether it answers or not."""
+    deserted: bool = False
+    """Peers have answered this node, and none does any more."""
 
 
 def facts_of(
@@ -78,6 +81,7 @@ def facts_of(
         nodes=sum(membership.replicas_per_stage()),
         paused=membership.paused(),
         introduced={each for each in range(stages) if membership.live(each, *SERVING)},
+        deserted=membership.deserted,
     )
 
 
@@ -88,9 +92,10 @@ def doing(facts: Facts) -> tuple[What, str]:
     if facts.state is PeerState.FINISHING:
         return "finishing", "its training is over: serving others, and averaging a last time"
     if not facts.missing and facts.idle_seconds <= max(IDLE_SECONDS, FEW_STEPS * facts.step_seconds):
-        return "training", "training"
+        return "training", "training alone" + CUT_OFF if facts.deserted else "training"
     if facts.missing:
-        return "waiting_for_peers", _wanted(facts, *facts.missing) + too_few(facts.nodes, facts.stages)
+        few = "" if facts.deserted else too_few(facts.nodes, facts.stages)
+        return "waiting_for_peers", _wanted(facts, *facts.missing) + few
     last = facts.stage == facts.stages - 1
     if not last and not facts.after:
         return "waiting_for_peers", _wanted(facts, facts.stage + 1)
@@ -114,7 +119,7 @@ def _wanted(facts: Facts, *stages: int) -> str:
     why = "only paused nodes have it" if {*stages} <= {*facts.paused} else "none is known"
     if {*stages} <= {*facts.introduced}:
         why = "those that are known have not answered this node"
-    return f"a replica of stage {', '.join(map(str, stages))}: {why}"
+    return f"a replica of stage {', '.join(map(str, stages))}: {why}{CUT_OFF * facts.deserted}"
 
 
 class Activity:
@@ -135,7 +140,7 @@ class Activity:
         if said is not None and said.what == what:
             if said.detail == detail or 0.0 <= now - said.time < IDLE_SECONDS:
                 return
-            since = said.since
+            since = now if what == "training" else said.since
         else:
             since = now
         self._said = Doing(time=now, what=what, detail=detail, since=since)

@@ -251,6 +251,11 @@ class Membership:
         """Records of all stages' nodes that are there."""
         return [record for stage in range(self.stages) for record in self.there(stage, *states)]
 
+    @property
+    def deserted(self) -> bool:
+        """Whether peers have answered this node, and none does any more."""
+        return self._known.deserted
+
     def unrecorded(self) -> list[PeerId]:
         """Peers that answer and have said that they serve the run, of which no record has been read yet."""
         rows = self._directory.view.stages

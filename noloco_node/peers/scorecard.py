@@ -326,6 +326,11 @@ class PeerStats:
         """Peers that answer, whatever the directory says of them."""
         return [peer for peer in (*self.book.workers, *self.book.met) if self.answers(peer)]
 
+    @property
+    def deserted(self) -> bool:
+        """Whether peers have answered this node, and none does any more."""
+        return not self.answering() and any(card.answered_at > -math.inf for card in self.book.cards)
+
     def takes_part(self, peer: PeerId) -> bool:
         """Whether `peer` answers and has said itself that it serves this run, at whatever stage."""
         known = self.book.of(peer)

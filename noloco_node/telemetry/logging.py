@@ -120,8 +120,10 @@ def describe(event: AnyEvent) -> tuple[int, str]:
             why = "its loss and distance are in line" if event.reason == "in_line" else "it has been here long enough"
             return logging.INFO, f"this node counts in others' averages from now on: {why} ({event.steps} inner steps)"
         case Doing():
-            waits = event.what.startswith("waiting")
-            return (logging.WARNING, f"waiting for {event.detail}") if waits else (logging.DEBUG, event.detail)
+            if event.what.startswith("waiting"):
+                return logging.WARNING, f"waiting for {event.detail}"
+            alone = event.what == "training" != event.detail
+            return logging.WARNING if alone else logging.DEBUG, event.detail
         case Warned():
             return logging.WARNING, event.detail
         case NodeStopped():

@@ -45,11 +45,15 @@ def test_an_answer_counts_for_a_while_and_lost_calls_end_it() -> None:
     clock = Clock()
     known = PeerStats(clock)
     assert not known.answers(PEER)
+    known.silent(PeerId("nobody"))
+    assert not known.deserted, "nobody has ever answered"
     known.answered(PEER)
     assert known.answers(PEER)
     assert not known.works(PEER)
+    assert not known.deserted
     clock.now += ANSWER_SECONDS + 0.1
     assert not known.answers(PEER)
+    assert known.deserted
     known.answered(PEER)
     for _ in range(SILENCES_TOLERATED):
         known.silent(PEER)

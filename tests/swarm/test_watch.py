@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
 
 from noloco_node import ambient
-from noloco_node.accounting.stats import Activity, Facts, doing
+from noloco_node.accounting.stats import CUT_OFF, Activity, Facts, doing
 from noloco_node.directory.records import PeerState
 from noloco_node.telemetry.events import Doing
+from noloco_node.telemetry.logging import describe
 from noloco_node.telemetry.metrics import Metrics
 
 BUSY = Facts(PeerState.TRAINING, 1, 3, idle_seconds=1.0, step_seconds=0.5, before=2, after=2, in_hand=1)
 IDLE = replace(BUSY, idle_seconds=60.0)
+NONE_OF_2 = "a replica of stage 2: none is known"
 
 
 @pytest.mark.parametrize(
@@ -24,7 +27,7 @@ IDLE = replace(BUSY, idle_seconds=60.0)
         (replace(BUSY, missing=(2,), nodes=3), "waiting_for_peers", "a replica of stage 2: none is known"),
         (IDLE, "waiting_for_work", "answers from stage 2, which has 2 replicas: 1 microbatches are under way"),
         (replace(IDLE, in_hand=0), "waiting_for_work", "microbatches from stage 0, which has 2 replicas"),
-        (replace(IDLE, after=0), "waiting_for_peers", "a replica of stage 2: none is known"),
+        (replace(IDLE, after=0), "waiting_for_peers", NONE_OF_2),
         (replace(IDLE, before=0), "waiting_for_peers", "a replica of stage 0: none is known"),
         (replace(IDLE, stage=2, in_hand=3), "waiting_for_work", "the device: 3 microbatches are in hand"),
         (replace(IDLE, stage=2, in_hand=0), "waiting_for_work", "microbatches from stage 1, which has 2 replicas"),
@@ -48,6 +51,12 @@ IDLE = replace(BUSY, idle_seconds=60.0)
         (replace(IDLE, missing=(0, 2), paused={2}, nodes=3), "waiting_for_peers", "a replica of stage 0, 2: none is"),
         (replace(IDLE, after=0, paused={2}), "waiting_for_peers", "a replica of stage 2: only paused nodes have it"),
         (replace(IDLE, before=0, paused={0}), "waiting_for_peers", "a replica of stage 0: only paused nodes have it"),
+        (replace(BUSY, deserted=True), "training", f"training alone{CUT_OFF}"),
+        (
+            replace(IDLE, missing=(2,), deserted=True),
+            "waiting_for_peers",
+            f"a replica of stage 2: none is known{CUT_OFF}",
+        ),
         (replace(IDLE, state=PeerState.DRAINING), "draining", "leaving: finishing what is under way"),
         (replace(IDLE, state=PeerState.FINISHING), "finishing", "its training is over"),
     ],
@@ -57,6 +66,9 @@ def test_what_a_node_does_follows_from_the_facts(facts: Facts, what: str, words:
     kind, line = doing(facts)
     assert kind == what
     assert line.startswith(words)
+    level, logged = describe(Doing(what=kind, detail=line, since=0.0))
+    assert logged.endswith(line)
+    assert (level == logging.WARNING) is (kind.startswith("waiting") or facts.deserted)
 
 
 def test_a_change_is_said_once_and_its_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +85,7 @@ def test_a_change_is_said_once_and_its_beginning_is_kept(monkeypatch: pytest.Mon
         (20, "waiting_for_work", "answers: 1"),
         (-3600, "waiting_for_work", "answers: 5"),  # a clock that was set back
         (22, "training", "training"),
+        (90, "training", "training alone"),
     ):
         now[0] = 100.0 + second
         follower.say(what, detail)  # type: ignore[arg-type]
@@ -82,6 +95,7 @@ def test_a_change_is_said_once_and_its_beginning_is_kept(monkeypatch: pytest.Mon
         ("waiting_for_work", "answers: 1", 104.0),
         ("waiting_for_work", "answers: 5", 104.0),
         ("training", "training", 122.0),
+        ("training", "training alone", 190.0),
     ]
 
 
