@@ -82,6 +82,13 @@ def widest_first(texts: Sequence[str]) -> list[str]:
     return sorted(texts, key=lambda text: reach_of(parse_address(text).host))
 
 
+def to_hand_out(texts: Sequence[str]) -> list[str]:
+    """The addresses of a node that are of use to who is invited: where it has a public one, those behind its router
+    are not."""
+    public = [text for text in texts if reach_of(parse_address(text).host) is Reach.PUBLIC]
+    return public or list(texts)
+
+
 def parse_address(text: str) -> PeerAddress:
     """Parse `/ip4/HOST/tcp/PORT/p2p/PEER_ID` (or ip6, dns, dns4, dns6), or `.../p2p/RELAY/p2p-circuit/p2p/PEER_ID`.
     ValueError saying what is wrong."""

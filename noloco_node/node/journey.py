@@ -31,6 +31,7 @@ from noloco_node.data.reading import Reader, open_samples
 from noloco_node.data.samples import Position, Samples
 from noloco_node.directory.records import DirectoryView
 from noloco_node.directory.summary import SwarmSummary, outlook_of
+from noloco_node.identity.addresses import to_hand_out
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import Stage, build_stage
 from noloco_node.node import start_checks
@@ -348,6 +349,6 @@ def _started_event(node: NodeParts, stay: Stay, origin: BeginsFrom, *, resumed: 
         peak_flop_per_second=peak_of(device, spec.inner.precision),
         flop_per_token=node.stays.flop_per_token(stage),
         codec=spec.outer.codec,
-        invites=[join_line(spec, address) for address in daemon.visible_addresses()],
+        invites=[join_line(spec, address) for address in to_hand_out(daemon.visible_addresses())],
         founded=not node.net.settings.initial_peers,
     )

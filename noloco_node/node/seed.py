@@ -28,6 +28,7 @@ from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import SERVING, Directory, PeerRecord
 from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.errors import UserError
+from noloco_node.identity.addresses import to_hand_out
 from noloco_node.node.interrupts import Interrupts, interruptible
 from noloco_node.node.network import Entrance, entrance, keep_life, supervisor, warn_of_host
 from noloco_node.node.way_out import WayOut
@@ -176,7 +177,7 @@ async def _run(
                 )
                 if agreed is not None:
                     serve_spec(door.transport, agreed)
-                tell(agreed, door.daemon.visible_addresses(), begins, bool(beside))
+                tell(agreed, to_hand_out(door.daemon.visible_addresses()), begins, bool(beside))
                 pages.records = lambda: directory.records_held
                 with interrupts.leaving():
                     await _serve(door, directory, agreed, settings, interrupts, pages, last, life, beside)

@@ -11,7 +11,7 @@ from noloco_node.bootstrap.hello import MeasuredClock, measure_hello
 from noloco_node.bootstrap.reachability import MAX_PORTS, Dialled, Reached, ask_dial_back
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.identity.addresses import parse_address
+from noloco_node.identity.addresses import Reach, parse_address, reach_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checks import (
     Check,
@@ -79,6 +79,8 @@ def check_reached(answers: Mapping[PeerId, Dialled], ports: Sequence[int], *, lo
     another = any(Reached.ANOTHER in answer.results.values() for answer in answers.values())
     found = f"{yes} of {len(answers)} peers reached port {listed} at {', '.join(seen) or 'no direct address'}"
     if yes == len(answers):
+        if seen and all(reach_of(host) is Reach.PRIVATE for host in seen):
+            found += ", where only machines of that network reach it: nodes beyond do not learn private addresses"
         return Check(name, CheckOutcome.PASS, found)
     if local_only:
         return Check(name, CheckOutcome.FAIL, found, "listen on all networks: --host 0.0.0.0 --port N")

@@ -206,3 +206,12 @@ def test_what_several_peers_say_makes_one_judgement(
     assert relayed_instead(check, 0) == check
     assert relayed.outcome is (CheckOutcome.WARN if outcome is CheckOutcome.FAIL else outcome)
     assert ("by relay, 1 of its peers offers that" in relayed.found) == (outcome is CheckOutcome.FAIL)
+
+
+@pytest.mark.parametrize(("host", "told"), [("192.168.1.7", True), ("9.9.9.9", False), ("127.0.0.1", False)])
+def test_who_is_reached_at_a_private_address_alone_is_told_that_others_do_not_learn_it(host: str, told: bool) -> None:
+    """It said that all is well, and nodes beyond the house never found the node."""
+    said = Dialled(seen_at=(host,), results={f"{host} 31337": Reached.YES})
+    check = check_reached({PeerId(ID): said}, [31337], local_only=False)
+    assert check.outcome is CheckOutcome.PASS
+    assert ("nodes beyond do not learn private addresses" in check.found) is told

@@ -11,7 +11,7 @@ import pytest
 from noloco_node.directory.known_peers import MOST_PEERS, KnownPeers, live_peers
 from noloco_node.directory.records import DirectoryView, LiveRecord
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.identity.addresses import MOST_ADDRESSES, dialable
+from noloco_node.identity.addresses import MOST_ADDRESSES, dialable, to_hand_out
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import announced_address, check_port_free, explain, one_family
 from noloco_node.node.network import seen_before
@@ -33,6 +33,8 @@ def test_public_addresses_come_first_and_loopback_only_where_there_is_nothing_el
     public, private, loopback = at("203.0.114.7"), at("192.168.1.4"), at("127.0.0.1")
     assert dialable([loopback, private, public, "nonsense", at("0.0.0.0")]) == (public, private)
     assert dialable([loopback]) == (loopback,)
+    assert to_hand_out([public, private, loopback]) == [public], "others were told to join by 192.168.1.7"
+    assert to_hand_out([private, loopback]) == [private, loopback]
     assert dialable(["/ip4/1.2.3.4/udp/4/quic", at("0.0.0.0")]) == ()
     assert len(dialable([at(f"203.0.114.{n}") for n in range(20)])) == MOST_ADDRESSES
 
