@@ -127,11 +127,7 @@ def optimizers_of(
 
 
 def train(
-    spec: RunSpec,
-    batches: Sequence[tuple[Tensor, Tensor]],
-    microbatches_a_step: int = 1,
-    *,
-    torchs_muon: bool = False,
+    spec: RunSpec, batches: Sequence[tuple[Tensor, Tensor]], microbatches_a_step: int = 1, *, torchs_muon: bool = False
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of each inner step, and the final weights by full name. Clipped stage by stage."""
     inner = spec.inner

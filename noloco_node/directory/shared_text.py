@@ -58,10 +58,5 @@ def _in_short(claims: Iterable[Claim]) -> set[tuple[int, bool]]:
 
 def _told(source: int | None, event: SlotEvent) -> TextBlock:
     return TextBlock(
-        source=source,
-        slot=event.slot,
-        block=event.block,
-        epoch=event.epoch,
-        position=event.position,
-        what=event.what,
+        source=source, slot=event.slot, block=event.block, epoch=event.epoch, position=event.position, what=event.what
     )

@@ -64,11 +64,7 @@ class StackedStage:
         return len(self.fast)
 
     def forward(
-        self,
-        rows: Tensor,
-        inputs: Tensor,
-        positions: Tensor | None = None,
-        ids: Tensor | None = None,
+        self, rows: Tensor, inputs: Tensor, positions: Tensor | None = None, ids: Tensor | None = None
     ) -> StackedForward:
         """Microbatch m through replica rows[m]: `inputs` [M, B, T] ids or [M, B, T, width]; outputs accordingly.
         `positions` [M, B, T] are those in documents, where attention ends there, and `ids` [M, B, T] the tokens, which

@@ -95,12 +95,7 @@ class CheckpointKeeper:
             await self._replica.worker.resume(state)
             if random_state is not None:
                 self._replica.context.rng.setstate((3, tuple(int(word) for word in random_state), None))
-        except (
-            ValueError,
-            TypeError,
-            OverflowError,
-            RuntimeError,
-        ) as error:  # sealed by its writer, not sound
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # sealed by its writer, not sound
             raise UserError(
                 ExitCode.RUN_FOLDER,
                 f"the checkpoint {checkpoint.path} cannot be gone on from: {error}",

@@ -27,12 +27,7 @@ from torch import Tensor
 
 from noloco_node.outer import CodecName
 from noloco_node.outer.decoupled import GROUP, DecoupledCodes, Motion, Signs, Waves, decoupled_bytes, decoupled_sketch
-from noloco_node.outer.modulo_codes import (
-    BLOCK,
-    SKETCH_PER_BLOCK,
-    ModuloCodes,
-    sketch_of,
-)
+from noloco_node.outer.modulo_codes import BLOCK, SKETCH_PER_BLOCK, ModuloCodes, sketch_of
 
 _FP16_MAX = torch.finfo(torch.float16).max
 

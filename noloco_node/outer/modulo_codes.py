@@ -106,12 +106,7 @@ class ModuloCodes:
     """
 
     def __init__(
-        self,
-        bits: int,
-        range_in_deviations: float,
-        exchange: str,
-        sketches: Sequence[Tensor],
-        size: int,
+        self, bits: int, range_in_deviations: float, exchange: str, sketches: Sequence[Tensor], size: int
     ) -> None:
         self._bits = bits
         self._steps = _steps(bits, range_in_deviations, sketches)

@@ -76,10 +76,7 @@ def _sections(told: ReportedRun) -> Iterator[str]:
     yield f"<section>{''.join(_header(told))}</section>"
     for chart in (figures.losses(told), figures.spread(told), figures.throughput(told)):
         yield _section(chart.title, drawing.curves(chart), "third")
-    yield _section(
-        "The nodes",
-        _table(("node", "stage", "done", *_LOSSES, *_COUNTS, "now"), _nodes(told), "even"),
-    )
+    yield _section("The nodes", _table(("node", "stage", "done", *_LOSSES, *_COUNTS, "now"), _nodes(told), "even"))
     parts = told.summary.validation_losses_by_source
     if parts:
         rows = [(words(name), as_loss(loss)) for name, loss in parts.items()]

@@ -142,13 +142,7 @@ class QuadraticTrainer(Trainer):
         return None if self._first else output_gradient
 
     def loss(
-        self,
-        inputs: Tensor,
-        labels: Tensor,
-        ids: Tensor | None = None,
-        *,
-        source: str = "",
-        chosen: Sequence[int] = (),
+        self, inputs: Tensor, labels: Tensor, ids: Tensor | None = None, *, source: str = "", chosen: Sequence[int] = ()
     ) -> LossResult:
         """See `Trainer`."""
         del ids, source, chosen

@@ -18,12 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import torch
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor

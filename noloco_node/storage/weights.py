@@ -68,13 +68,7 @@ class WeightsManifest(Sealed):
 
 
 def save_stage(
-    folder: Path,
-    *,
-    run_id: str,
-    cut: StageCut,
-    clock: float,
-    outer_rounds: int,
-    slow: Mapping[str, Tensor],
+    folder: Path, *, run_id: str, cut: StageCut, clock: float, outer_rounds: int, slow: Mapping[str, Tensor]
 ) -> WeightsManifest:
     """Write slow weights (full Hugging Face name -> tensor) to `folder`, replacing it as a whole.
 

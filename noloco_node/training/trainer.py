@@ -51,11 +51,7 @@ PRECISIONS: dict[PrecisionName, Precision] = {
     "bf16-pure": Precision(torch.bfloat16, torch.bfloat16),
 }
 
-NUMBERS: dict[ActivationCodec, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+NUMBERS: dict[ActivationCodec, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Codecs of activations that are rounded numbers, and their types. Others are codes."""
 
 
@@ -292,13 +288,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def loss(
-        self,
-        inputs: Tensor,
-        labels: Tensor,
-        ids: Tensor | None = None,
-        *,
-        source: str = "",
-        chosen: Sequence[int] = (),
+        self, inputs: Tensor, labels: Tensor, ids: Tensor | None = None, *, source: str = "", chosen: Sequence[int] = ()
     ) -> LossResult:
         """Last stage: forward, loss and backward in one. `inputs` [B, T, width] (ids [B, T] where P = 1) of the peer
         `source`, `labels` int [B, T], with marks where documents begin, `ids` as a passage has them; where routers are

@@ -65,12 +65,7 @@ def replica_of(
 
 
 def replicas(
-    count: int,
-    rule: OuterRule,
-    codec: CodecName = "fp32",
-    dtype: torch.dtype = torch.float32,
-    *,
-    size: int = SIZE,
+    count: int, rule: OuterRule, codec: CodecName = "fp32", dtype: torch.dtype = torch.float32, *, size: int = SIZE
 ) -> list[OuterReplica]:
     """Replicas whose weights, progress and momentum are independent."""
     parts = zip(*(vectors(count, dtype, seed, size) for seed in (1, 2, 3)), strict=True)
@@ -81,10 +76,7 @@ def replicas(
 
 
 def meet(
-    group: Sequence[OuterReplica],
-    *,
-    weights: Sequence[float] | None = None,
-    exchange: str = "some exchange",
+    group: Sequence[OuterReplica], *, weights: Sequence[float] | None = None, exchange: str = "some exchange"
 ) -> None:
     """Everything of an outer step but its commit: sketches, and every chunk to every other member."""
     for replica, weight in zip(group, weights or [1.0] * len(group), strict=True):
@@ -101,10 +93,7 @@ def meet(
 
 
 def step(
-    group: Sequence[OuterReplica],
-    *,
-    weights: Sequence[float] | None = None,
-    exchange: str = "some exchange",
+    group: Sequence[OuterReplica], *, weights: Sequence[float] | None = None, exchange: str = "some exchange"
 ) -> None:
     """A whole outer step: all members commit and go on from φ."""
     meet(group, weights=weights, exchange=exchange)

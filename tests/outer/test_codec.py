@@ -49,10 +49,7 @@ def error(name: CodecName, own: Tensor, other: Tensor, exchange: str = "e") -> T
     return difference(name, own, other, exchange).double() - (other.double() - own.double())
 
 
-@pytest.mark.parametrize(
-    ("name", "per_weight", "absolute"),
-    [("fp32", 2.0**-23, 0.0), ("fp16", 2.0**-11, 2.0**-24)],
-)
+@pytest.mark.parametrize(("name", "per_weight", "absolute"), [("fp32", 2.0**-23, 0.0), ("fp16", 2.0**-11, 2.0**-24)])
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e3])
 def test_floats_err_by_their_precision_of_the_weights(
     name: CodecName, per_weight: float, absolute: float, scale: float

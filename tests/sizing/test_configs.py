@@ -23,8 +23,7 @@ PUBLISHED = {"125m": (3072, 309.9e6), "1.3b": (8192, 2.135e9), "6.8b": (16384, 9
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name for name in shipped_configs() if not name.startswith("lab/") and name != "sim/hunt"],
+    "name", [name for name in shipped_configs() if not name.startswith("lab/") and name != "sim/hunt"]
 )
 def test_every_file_for_nodes_fits_together(name: str) -> None:
     """Model, stages, batch and bytes; nothing of it needs the text."""

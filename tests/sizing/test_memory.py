@@ -42,8 +42,7 @@ def changed(run: RunSpec, part: str, **values: object) -> RunSpec:
 
 
 @pytest.mark.parametrize(
-    ("precision", "subspace"),
-    [("fp32", None), ("bf16", IN_SUBSPACE), ("bf16-mixed", IN_SUBSPACE), ("bf16-pure", None)],
+    ("precision", "subspace"), [("fp32", None), ("bf16", IN_SUBSPACE), ("bf16-mixed", IN_SUBSPACE), ("bf16-pure", None)]
 )
 def test_every_vector_of_a_stage_is_counted(precision: str, subspace: dict[str, object] | None) -> None:
     """Weights, gradient, moments, versions and outer state are what the real objects hold, to the byte."""

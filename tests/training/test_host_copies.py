@@ -162,9 +162,7 @@ def test_the_device_is_waited_for_once_for_each_part_of_a_microbatch_and_once_a_
     assert bool(there.read or beyond.read) is leaks, (there.read, beyond.read)
 
 
-def test_what_crosses_has_memory_of_its_own_and_keeps_its_precision_on_the_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_crosses_has_memory_of_its_own_and_keeps_its_precision_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device apart; on the processor itself nothing is copied that need not be."""
     (apart, _), here = late_copies(monkeypatch), HostCopies(CPU)
     tensor = torch.randn(3, 4).half()

@@ -79,10 +79,7 @@ def test_gamma_may_leave_the_admissible_set_only_where_the_world_allows_it() -> 
         (noloco(set={"run.outer.beta": 1}), ["lab.variants[1].set run.outer.beta", "no setting of the run"]),
         (noloco(set={"world.tensors_sent": 3}), ["lab.variants[1].set world.tensors_sent: 3"]),
         (noloco(set={"outer.min_inner_steps": 9}), ["lab.variants[1].set outer.min_inner_steps", "exceeds"]),
-        (
-            noloco(set={"inner.target_tokens": 9}),
-            ["lab.variants[1].set inner.target_tokens", "equally long"],
-        ),
+        (noloco(set={"inner.target_tokens": 9}), ["lab.variants[1].set inner.target_tokens", "equally long"]),
         (noloco(sweep={"outer.beta": []}), ["lab.variants[1].sweep outer.beta", "no value"]),
         (noloco(set={"outer.beta": 1}, sweep={"outer.beta": [1]}), ["lab.variants[1].sweep outer.beta", "`set`"]),
         (noloco(set={"model.stages": 3}), ["model.stages"]),
@@ -106,11 +103,7 @@ def test_all_mistakes_of_all_variants_come_at_once_and_each_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lab", "word"),
-    [
-        ({"reference": "fsdp"}, "lab.reference"),
-        ({"plots": ["gamma"]}, "lab.plots: 'gamma'"),
-    ],
+    ("lab", "word"), [({"reference": "fsdp"}, "lab.reference"), ({"plots": ["gamma"]}, "lab.plots: 'gamma'")]
 )
 def test_what_the_whole_experiment_lacks_is_named(lab: dict[str, Any], word: str) -> None:
     """A reference that is no variant, a plot of nothing."""

@@ -36,12 +36,7 @@ def trained(run: RunSpec, algorithm: Algorithm) -> Measurement:
     return simulate(run, WorldSpec(), algorithm, replicas=4, seed=1, evaluations=2, divergence_points=STEPS)
 
 
-LINEAR = (
-    "run.inner.eps=1000",
-    "run.inner.learning_rate=1000",
-    "run.inner.weight_decay=0",
-    "run.inner.clip_norm=1000",
-)
+LINEAR = ("run.inner.eps=1000", "run.inner.learning_rate=1000", "run.inner.weight_decay=0", "run.inner.clip_norm=1000")
 """So large an eps that AdamW's step is linear in the gradient."""
 
 
