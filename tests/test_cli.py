@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
@@ -326,6 +327,12 @@ def test_a_text_that_a_joiner_does_not_read_is_no_path(capsys: pytest.CaptureFix
         ),
         (KeyboardInterrupt(), ExitCode.INTERRUPTED, "interrupted"),
         (RuntimeError("boom"), ExitCode.FAILURE, "unexpected failure: RuntimeError: boom"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "runs/theirs/node.lock"),
+            ExitCode.RUN_FOLDER,
+            "the system refuses to read or write ('runs/theirs/node.lock'): Permission denied\n  remedy: ",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied"), ExitCode.FAILURE, "unexpected failure: PermissionError"),
     ],
 )
 def test_every_way_a_command_can_fail_has_its_code(

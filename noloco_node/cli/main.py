@@ -23,6 +23,8 @@ INVITATION = "noloco-invitation-"
 """The text of an invitation begins so (`identity.invitations`, which takes a while to load)."""
 DISK_REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
 """A system says this of a disk that is full or must not be written; no defect of this program could cause it."""
+PLACE_REFUSES = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.ESTALE})
+"""A system says this of a place that is another user's, has a name that none can have, or lies on a broken disk."""
 OTHERS_SETTINGS = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
 """Variables for servers of several processes. The metrics' library would write files there, and fail without the
 folder; this node has one process that counts."""
@@ -83,12 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)
     except OSError as error:
-        if error.errno not in DISK_REFUSES:
+        if error.errno not in DISK_REFUSES and not (error.filename and error.errno in PLACE_REFUSES):
             _report_failure(error, debug=options.debug)
             return int(ExitCode.FAILURE)
         where = f" ('{error.filename}')" if error.filename else ""
-        print(f"noloco-node: the disk refuses what is to be written{where}: {error.strerror}", file=sys.stderr)
-        print("  remedy: make room there, or choose a folder on another disk", file=sys.stderr)
+        print(f"noloco-node: the system refuses to read or write{where}: {error.strerror}", file=sys.stderr)
+        print("  remedy: make room there, do this as the user whose it is, or name another place", file=sys.stderr)
         return int(ExitCode.RUN_FOLDER)
     except Exception as error:  # noqa: BLE001 - the last resort: a person sees one screen, the report gets the rest
         refused = refused_memory(error)

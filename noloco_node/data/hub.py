@@ -51,7 +51,7 @@ def revision_of(spec: DataSpec) -> str:
     hub: Any = importlib.import_module("huggingface_hub")
     try:
         sha: str = hub.HfApi(token=hub_token()).dataset_info(spec.path, timeout=20.0).sha
-    except _troubles() as error:
+    except Exception as error:
         raise _unreachable(spec, error) from error
     return REVISION + sha
 
@@ -87,7 +87,9 @@ def _shard_reader(spec: DataSpec, dataset: Any, number: int, count: int) -> Shar
             rows = enumerate(dataset.shard(num_shards=count, index=number))
             for place, row in with_column(rows, field, lambda _: name, name):
                 yield document_of(f"{number}:{place}", f"row {place} of {name}", row[field], row.get(MASK), field)
-        except _troubles() as error:
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # also what a library of compression says of bytes that were damaged on their way
             raise data_error(
                 f"run.data.path: {name} cannot be read on: {_reason(error)}", "see that the hub can be reached"
             ) from error
@@ -108,9 +110,9 @@ def _loaded(spec: DataSpec) -> Any:
             return builder.as_streaming_dataset(split=spec.split)
         builder.download_and_prepare()
         return builder.as_dataset(split=spec.split)
-    except UserError:
+    except (UserError, MemoryError):
         raise
-    except _troubles() as error:
+    except Exception as error:
         raise _unreachable(spec, error) from error
 
 
@@ -123,7 +125,7 @@ def _check_shown(spec: DataSpec) -> None:
         hub.HfApi(token=hub_token()).dataset_info(spec.path, timeout=20.0)
     except refused as error:
         raise _unreachable(spec, error) from error
-    except _troubles():
+    except Exception:  # noqa: BLE001 - several libraries ask, each with errors of its own
         return  # nobody can be asked: a public dataset must be read again after a pause of the hub
 
 
@@ -138,15 +140,3 @@ def _unreachable(spec: DataSpec, error: Exception) -> UserError:
 
 def _reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _troubles() -> tuple[type[Exception], ...]:
-    """What `datasets` raises where a hub or a file of it is in trouble; the other libraries are the hub's own."""
-    datasets: Any = importlib.import_module("datasets")
-    found: list[type[Exception]] = [OSError, ValueError, RuntimeError, EOFError, datasets.exceptions.DatasetsError]
-    for library, name in (("httpx", "HTTPError"), ("httpx2", "HTTPError"), ("aiohttp", "ClientError")):
-        try:
-            found.append(getattr(importlib.import_module(library), name))
-        except ImportError:
-            continue
-    return tuple(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -112,11 +113,12 @@ def prepare(
     """
     made = not folder.is_dir()
     _make(folder)
-    try:
-        return _prepare(spec, tokenizer, folder, told)
-    except UserError:
-        _leave_nothing(folder, made=made)
-        raise
+    with _alone(folder):
+        try:
+            return _prepare(spec, tokenizer, folder, told)
+        except UserError:
+            _leave_nothing(folder, made=made)
+            raise
 
 
 def _prepare(spec: DataSpec, tokenizer: Tokenizer, folder: Path, told: Callable[[PreparedSoFar], None]) -> TextManifest:
@@ -177,6 +179,22 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Generator[None]:
+    """Raises UserError (RUN_FOLDER) where another process prepares there: one would cut off what the other wrote."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # some disks of the network know no locks of folders
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                what, remedy = f"another process prepares a text in '{folder}'", "wait for its end, or change --to DIR"
+                raise UserError(ExitCode.RUN_FOLDER, what, remedy) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -280,11 +298,12 @@ def read_manifest(spec: DataSpec) -> TextManifest:
 
 
 def _check_sizes(folder: Path, manifest: TextManifest, *, marked: bool) -> None:
+    """Raise UserError (DATA) where tokens are fewer than the manifest says, or more than those of a finished one."""
     for held_out, count in ((False, manifest.training), (True, manifest.validation)):
         path = _tokens(folder, held_out)
         wanted = count * token_type(manifest.vocab_size, marked=marked).itemsize
         size = path.stat().st_size if path.is_file() else 0
-        if size != wanted:
+        if size < wanted or (manifest.fingerprint and size > wanted):
             raise data_error(
                 f"run.data.prepared: '{path}' has {size} bytes, and its manifest says {wanted}",
                 "copy it again, or take the folder away and prepare it anew",
@@ -349,6 +368,7 @@ def _begun(spec: DataSpec, tokenizer: Tokenizer, folder: Path) -> TextManifest:
         return fresh
     _check_same(spec, begun, folder)
     _check_vocabulary(begun, folder, fresh.vocab_size)
+    _check_sizes(folder, begun, marked=spec.attention == "document")
     return begun
 
 
@@ -385,7 +405,7 @@ def _settings(spec: DataSpec) -> dict[str, JsonValue]:
 def _read(path: Path) -> TextManifest | None:
     try:
         return TextManifest.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValidationError as error:
         raise data_error(f"'{path}' is no manifest: {error.errors()[0]['msg']}", "prepare the text anew") from None

@@ -200,8 +200,8 @@ def _load_backend(name: str, revision: str | None) -> Any:
     place, which = str(Path(name).expanduser()), revision or "main"
     try:
         return AutoTokenizer.from_pretrained(place, revision=which, trust_remote_code=False, token=hub_token())
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the tokenizers library raises no narrower kind for a file of a newer version
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             ExitCode.DATA,
             f"run.data.tokenizer is '{name}', which transformers cannot load{_as_what(name)}: {reason}",

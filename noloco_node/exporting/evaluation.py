@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from noloco_node import ambient
@@ -271,10 +270,12 @@ def _whole(folder: Path) -> Generator[None]:
         )
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
         lines = str(error).strip().splitlines()
         raise UserError(
             ExitCode.RUN_FOLDER,
             f"the model in '{folder}' cannot be used: {lines[0][:300] if lines else type(error).__name__}",
             "copy it again as a whole, or export it anew",
-        ) from None
+        ) from error

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -98,6 +101,24 @@ def test_a_row_without_the_column_costs_that_row_alone(
     (shard,) = hub_shards(spec.model_copy(update={"text_field": "body"}))
     with pytest.raises(UserError, match=r"text_field is 'body', but shard 0 of 'owner/name' has the columns about"):
         list(shard())
+
+
+def test_damaged_bytes_of_a_hub_break_off_a_shard_and_not_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries of compression have errors of their own, and theirs ended the node. What is streamed is passed over."""
+
+    def rows() -> Iterator[dict[str, str]]:
+        yield {"text": TEXTS[0]}
+        zlib.decompress(b"no stream")
+
+    monkeypatch.setattr("noloco_node.data.hub.check_not_here", lambda _name: None)
+    monkeypatch.setattr("noloco_node.data.hub._loaded", lambda _spec: SimpleNamespace(num_shards=1, shard=shard))
+
+    def shard(**_: int) -> Iterator[dict[str, str]]:
+        return rows()
+
+    (read,) = hub_shards(DataSpec(source="huggingface", path="owner/name", streaming=True))
+    with pytest.raises(UserError, match=r"shard 0 of 'owner/name' cannot be read on: Error -3 while decompressing"):
+        list(read())
 
 
 def test_a_column_that_no_row_has_is_refused_before_all_is_read(tmp_path: Path) -> None:

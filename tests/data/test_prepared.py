@@ -103,6 +103,51 @@ def test_an_interrupted_preparation_goes_on(
     assert same(load_windows(spec.model_copy(update={"prepared": str(folder)}), 256), direct)
 
 
+def test_what_is_no_longer_as_long_as_it_was_is_not_gone_on_with(
+    spec: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half of a copied folder: to go on was a traceback, and a finished one was said to be made. A file in place of
+    the folder is no prepared text."""
+    monkeypatch.setattr(prepared, "SAVE_SECONDS", 0.0)
+    folder = tmp_path / "tokens"
+    with monkeypatch.context() as patched:
+        interrupting(patched, 20)
+        with pytest.raises(Interrupted):
+            prepare(spec, ByteTokenizer(), folder)
+    whole = (folder / "training.tokens").read_bytes()
+    for state in ("unfinished", "finished"):
+        (folder / "training.tokens").write_bytes(whole[:100])
+        with pytest.raises(UserError, match=r"has 100 bytes, and its manifest says"):
+            prepare(spec, ByteTokenizer(), folder)
+        (folder / "training.tokens").write_bytes(whole)
+        assert prepare(spec, ByteTokenizer(), folder).fingerprint, state
+        whole = (folder / "training.tokens").read_bytes()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="holds no prepared text"):
+        load_windows(spec.model_copy(update={"prepared": str(tmp_path / "file")}), 256)
+
+
+def test_a_second_preparation_beside_the_first_is_refused_and_harms_it_not(
+    spec: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cut off what the first had written since it last wrote down how far it was. If it was ended then, zeros stood
+    there for tokens."""
+    folder, direct, real = tmp_path / "tokens", load_windows(spec, 256), prepared.encode
+    beside: list[DataSpec] = [spec]
+
+    def encode(document: Document, tokenizer: ByteTokenizer, its: DataSpec) -> Tokens:
+        if beside:
+            with pytest.raises(UserError, match="another process prepares a text in") as refused:
+                prepare(beside.pop(), ByteTokenizer(), folder)
+            assert refused.value.exit_code is ExitCode.RUN_FOLDER
+        return real(document, tokenizer, its)
+
+    monkeypatch.setattr(prepared, "encode", encode)
+    monkeypatch.setattr(prepared, "cores", lambda: 1)
+    prepare(spec, ByteTokenizer(), folder)
+    assert same(load_windows(spec.model_copy(update={"prepared": str(folder)}), 256), direct)
+
+
 def test_a_text_that_changed_meanwhile_is_not_gone_on_with(
     spec: DataSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
