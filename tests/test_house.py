@@ -6,7 +6,7 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 59_844,
-    "lines of the tests": 61_309,
+    "lines of the tests": 61_394,
     "lines of benchmarks and deploy": 4_917,
     "module-level numbers": 477,
     "files of the package": 279,
