@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_844,
-    "lines of the tests": 61_394,
+    "lines of the package": 59_814,
+    "lines of the tests": 61_521,
     "lines of benchmarks and deploy": 4_917,
-    "module-level numbers": 477,
+    "module-level numbers": 476,
     "files of the package": 279,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 379,
+    "kB of Markdown": 380,
     "kB of results in docs": 307,
     "decision records": 40,
 }

@@ -26,12 +26,23 @@ from noloco_node.node.replica import Replica
 from noloco_node.node.revival import first_weights, revive_if_lost
 from noloco_node.node.stage_lifecycle import StageLifecycle
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.state_transfer.backups import GivenCopy, StageCopies
-from noloco_node.state_transfer.copies import CopyManifest, StageCopy, goes_on, root_of_weights, sign_copy
+from noloco_node.state_transfer.backups import IDLE_SHARE, GivenCopy, StageCopies
+from noloco_node.state_transfer.copies import (
+    OPEN_COPY,
+    CopyManifest,
+    CopyRequest,
+    StageCopy,
+    goes_on,
+    root_of_weights,
+    sign_copy,
+)
+from noloco_node.state_transfer.fetch import SignedManifest
 from noloco_node.storage.checkpoint import CheckpointFolder
+from noloco_node.transport.calls import on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.memory import Fault, FaultKind, MemoryNetwork, MemoryTransport
 from noloco_node.transport.messages import Message
+from tests.inside import served_by
 from tests.memory_directory import MemoryDirectory
 from tests.support import SkewedClock, alongside, eventually, one_turn
 from tests.worlds import IN_SUBSPACE, World, micro_spec, peer_name, window_batch, world
@@ -466,6 +477,29 @@ async def test_a_lost_stage_is_not_taken_from_the_stranger_that_claims_most(
         assert ("FROM A STRANGER'S COPY ALONE" in caplog.text) is (not worked and taken != 6)
 
 
+async def test_a_keeper_cannot_bait_with_the_word_of_a_source_that_works(caplog: pytest.LogCaptureFixture) -> None:
+    """It showed what an honest source had signed, was asked a second time, and then gave weights of its own: they were
+    taken without a warning, as those of a source that has worked."""
+    giving: list[StageCopies] = []
+    async with keepers([("sound", 5, SOURCES[0]), ("hostile", 1e9, SOURCES[1])], giving) as (copies, records, made):
+        made.replicas[0].context.transport.peer_stats.worked(PeerId(SOURCES[0]))
+        baiting, genuine = giving[0], giving[0].kept
+        assert genuine is not None
+        shows = iter([genuine.offer])
+
+        async def open_copy(_peer: PeerId, _request: CopyRequest) -> SignedManifest:
+            offer = next(shows, None)
+            baiting.kept = giving[1].kept
+            assert baiting.kept is not None
+            return offer or baiting.kept.offer
+
+        transport = made.network.find(made.replicas[0].context.transport.peer_id, PeerId("keeper-number-0"))
+        served_by(transport).pop(OPEN_COPY.name)
+        on(transport, OPEN_COPY, open_copy)
+        assert await copies.newest(1, records[:1], torch.zeros(genuine.manifest.size)) is None
+    assert "could not take the copy" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("length", "cosine", "times", "found"),
     [
@@ -655,10 +689,28 @@ async def test_a_chunk_asked_for_each_minute_keeps_no_copy_young(monkeypatch: py
             await each.close()
 
 
+def test_a_large_stages_copy_is_held_until_a_home_line_has_carried_it() -> None:
+    """A stage of `consumer-24gb` in half precision, over 20 Mbit/s, with the keeper's pauses: half an hour. It was let
+    go of after a quarter, each time, and no stage of that size ever had a copy to begin anew from."""
+    spec, size, chunk = micro_spec(limits=LimitsSpec()), 561_560_960, 1 << 20
+    transport, keeper = MemoryTransport(MemoryNetwork(), PeerId(SOURCES[0])), PeerId("keeper")
+    given = StageCopies(spec, [size], transport, random.Random(0))._given["fp16"]  # pyright: ignore[reportPrivateUsage]
+    manifest = CopyManifest(
+        source=SOURCES[0], run=spec.run_id, stage=0, clock=1.0, outer_rounds=1, size=size, root="0" * 64
+    )
+    given.add(sign_copy(transport, manifest, torch.zeros(1)), keeper, 0.0, 0.0)
+    now, each = 0.0, chunk // 2
+    for at in range(0, size, each):
+        now += (1.0 + IDLE_SHARE) * 8 * chunk / 20e6
+        given.tend(now)
+        assert given.asked(manifest.root, keeper, at, at + each, now) is not None, now
+    assert 1700.0 < now < 1900.0
+
+
 def test_who_had_begun_reads_on_and_an_old_copy_goes_to_nobody_new() -> None:
     """Reading is asking for weights beyond those before. A reader that asks for none in a minute has ended, and one
     that goes on for a quarter of an hour is not waited for."""
-    given, readers = GivenCopy(60.0, 60.0), [PeerId(f"guard-{n}") for n in range(5)]
+    given, readers = GivenCopy(60.0, 60.0, 900.0), [PeerId(f"guard-{n}") for n in range(5)]
     transport = MemoryTransport(MemoryNetwork(), PeerId(SOURCES[0]))
     copies = list[StageCopy]()
     for number in range(2):

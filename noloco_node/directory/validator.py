@@ -15,17 +15,16 @@ How records lie in hivemind's messages: MessagePack, a dictionary as an extensio
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
-from hivemind.dht.crypto import DHTRecord, RecordValidatorBase  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.dht.routing import DHTID  # pyright: ignore[reportMissingTypeStubs]
 from pydantic_core import from_json
 
 from noloco_node import ambient
+from noloco_node.directory.asked_key import KEY_BYTES
 from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.records import PeerRecord, SignedRecord
 from noloco_node.directory.store import Esteem, HeldRecord, NoRoom, RecordStore
@@ -110,7 +109,6 @@ MAX_SIGNED_BYTES = MAX_RECORD_BYTES + PUBLIC_KEY_BYTES + 520
 """The most bytes of a signed record, with the longest key and signature around it; their sizes are fixed."""
 MAX_UNKNOWN_FIELDS = 4
 """A record may have so many fields of newer versions; padding has no other place."""
-MAX_SUBKEY_BYTES = 160
 MAX_EXPIRY = float(1 << 40)
 """No honest record reaches so many seconds since 1970. The bound keeps arithmetic with expiries harmless."""
 CACHED_VERDICTS = 8192
@@ -141,7 +139,7 @@ def sign_record(identity: Identity, key: str, record: PeerRecord, expires: float
     return lengths + identity.public_key + signature + payload
 
 
-class RecordValidator(RecordValidatorBase):
+class RecordValidator:
     """Accepts signed records at the stage keys of one run and in the buckets that their peers belong to, and nothing
     else at any key.
 
@@ -154,59 +152,37 @@ class RecordValidator(RecordValidatorBase):
         self._stages = stages
         self._verdicts = PeerTable[bytes, PeerRecord | None](CACHED_VERDICTS)
 
-    def validate(self, record: DHTRecord) -> bool:
-        """hivemind's question: may this be stored, or believed when another node returns it? Never raises."""
-        return self.read(record.key, record.subkey, record.value, record.expiration_time) is not None
-
-    def read(self, key: object, subkey: object, value: object, expires: object) -> PeerRecord | None:
-        """The record, if it is exactly what its owner signed for this place; None otherwise.
-
-        `subkey` and `value` are as hivemind stores them: MessagePack of the peer id and of the signed bytes. What
-        hivemind unpacks from a stranger's dictionary may be of any type.
-        """
-        if not (isinstance(key, bytes) and isinstance(subkey, bytes) and isinstance(value, bytes)):
+    def read(self, key: bytes, signer: str, signed: bytes, expires: float) -> PeerRecord | None:
+        """The record, if it is exactly what its owner signed for this place; None otherwise. Never raises."""
+        if len(key) != KEY_BYTES or len(signed) > MAX_SIGNED_BYTES or not 0 < expires <= MAX_EXPIRY:
             return None
-        if not isinstance(expires, float):
-            return None
-        bounded = len(value) <= MAX_SIGNED_BYTES and len(subkey) <= MAX_SUBKEY_BYTES
-        if not bounded or not math.isfinite(expires) or not 0 < expires <= MAX_EXPIRY:
-            return None
-        digest = hashlib.sha256(struct.pack(">dII", expires, len(subkey), len(value)) + key + subkey + value).digest()
+        lengths = struct.pack(">dI", expires, len(signed))
+        digest = hashlib.sha256(lengths + key + signed + signer.encode(errors="replace")).digest()
         if digest in self._verdicts:
             return self._verdicts[digest]
         try:
-            verdict = self._parse(key, subkey, value, expires)
+            verdict = self._parse(key, signer, signed, expires)
         except (ValueError, struct.error, RecursionError):
             verdict = None
         self._verdicts[digest] = verdict
         return verdict
 
-    def read_at(self, key: bytes, signer: str, signed: bytes, expires: float) -> PeerRecord | None:
-        """Like `read`, for what is at hand unpacked."""
-        return self.read(key, pack_one(signer), pack_one(signed), expires)
-
-    def _parse(self, key: bytes, packed_subkey: bytes, packed_value: bytes, expires: float) -> PeerRecord | None:
-        subkey, value = unpack_one(packed_subkey), unpack_one(packed_value)
-        if not isinstance(subkey, str) or not isinstance(value, bytes):
-            return None
-        # Only one spelling of each is accepted, or a copy in another spelling would be a second record.
-        if pack_one(subkey) != packed_subkey or pack_one(value) != packed_value:
-            return None
-        version, public_length, signature_length = cast("tuple[int, int, int]", _LENGTHS.unpack_from(value))
+    def _parse(self, key: bytes, signer: str, signed: bytes, expires: float) -> PeerRecord | None:
+        version, public_length, signature_length = cast("tuple[int, int, int]", _LENGTHS.unpack_from(signed))
         public_end = _LENGTHS.size + public_length
         payload_start = public_end + signature_length
-        if version != _FORMAT or public_length != PUBLIC_KEY_BYTES or payload_start >= len(value):
+        if version != _FORMAT or public_length != PUBLIC_KEY_BYTES or payload_start >= len(signed):
             return None
-        if len(value) - payload_start > MAX_RECORD_BYTES:
+        if len(signed) - payload_start > MAX_RECORD_BYTES:
             return None
-        public_key, signature = value[_LENGTHS.size : public_end], value[public_end:payload_start]
-        payload = value[payload_start:]
-        if peer_id_of(public_key) != subkey:
+        public_key, signature = signed[_LENGTHS.size : public_end], signed[public_end:payload_start]
+        payload = signed[payload_start:]
+        if peer_id_of(public_key) != signer:
             return None
-        record = _record_of(payload, subkey)
-        if record.peer_id != subkey or not self._belongs(key, record):
+        record = _record_of(payload, signer)
+        if record.peer_id != signer or not self._belongs(key, record):
             return None
-        return record if verify(public_key, signature, _place(key, subkey, expires) + payload) else None
+        return record if verify(public_key, signature, _place(key, signer, expires) + payload) else None
 
     def _belongs(self, key: bytes, record: PeerRecord) -> bool:
         """Whether a record may lie under a key: that of its stage, or of one of its own peer's buckets there. A key is
@@ -302,12 +278,12 @@ class Intake:
         if not self._may_check(storer, peer):
             return False
         self.checked += 1
-        record = self._validator.read_at(key, signer, signed, expires)
+        record = self._validator.read(key, signer, signed, expires)
         return record is not None and self._store.put(key, peer, HeldRecord(record, signed, expires, storer), now)
 
     def read(self, key: bytes, row: SignedRecord) -> PeerRecord | None:
         """The record as its owner signed it for `key`; None where it did not. Nothing is taken in."""
-        return self._validator.read_at(key, row.peer, row.signed, row.expires)
+        return self._validator.read(key, row.peer, row.signed, row.expires)
 
     def _may_check(self, storer: PeerId, signer: PeerId) -> bool:
         if storer == self._own:

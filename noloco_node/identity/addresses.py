@@ -202,6 +202,8 @@ async def why_silent(address: PeerAddress) -> str | None:
         return "refused: nothing listens on that port"
     except OSError as error:
         return f"unreachable: {error.strerror or error}"
+    except ValueError:
+        return "its host is no name that can be looked up"
     writer.transport.abort()
     return None
 

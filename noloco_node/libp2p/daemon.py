@@ -67,7 +67,7 @@ def to_dial(text: str) -> RawAddress:
 
 
 def as_texts(addresses: Sequence[bytes]) -> list[str]:
-    """Those addresses that can be dialled from elsewhere, as text; a stranger's bytes may be anything."""
+    """Those addresses that have a text, of which a stranger's may be of any kind."""
     texts: list[str] = []
     for raw in list(addresses)[:MOST_ADDRESSES]:
         with contextlib.suppress(ValueError, LookupError):
@@ -294,7 +294,8 @@ class PrivateP2P:
                 peers = await cast("Any", self.hivemind_p2p)._client.list_peers()
         ends: dict[PeerId, list[str]] = {}
         for peer in peers:
-            ends.setdefault(PeerId(str(peer.peer_id)), []).extend(str(address) for address in peer.addrs)
+            texts = as_texts([address.to_bytes() for address in peer.addrs])
+            ends.setdefault(PeerId(str(peer.peer_id)), []).extend(texts)
         return ends
 
     async def start(self, within: float) -> None:

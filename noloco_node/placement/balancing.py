@@ -230,25 +230,26 @@ def rescue_rank(
 ) -> int | None:
     """This node's place in the order of those that may move to a `lost` stage; None if it is not one of them.
 
-    They are the nodes of the richest stage, if it has another replica left. If only the nodes of the stage `among` know
-    that it is lost, they are these. First come keepers of a copy of the lost stage, then nodes that leave the poorer of
-    the two stages with the most throughput.
+    They are the nodes of all stages that have another replica left. If only the nodes of the stage `among` know that it
+    is lost, they are these. The stages take turns, the one with the most throughput first: its nodes may be too small,
+    or be told to stay. Of a stage first come keepers of a copy of the lost one, then nodes that leave the poorer of the
+    two with the most throughput.
     """
     present = [server for server in servers if server.present]
     counts = [sum(server.stage == stage for server in present) for stage in range(len(work))]
     throughput = supply_of(present, work).throughput
-    source = among
-    if source is None:
-        source = max(range(len(work)), key=lambda stage: (counts[stage] > 1, throughput[stage], -stage))
-    if counts[source] < 2:
+    sources = [stage for stage in range(len(work)) if counts[stage] > 1 and among in (None, stage)]
+    sources.sort(key=lambda stage: -throughput[stage])
+    here = next((server.stage for server in present if server.peer == own), None)
+    if here not in sources:
         return None
 
     def merit(server: Server) -> tuple[bool, float, PeerId]:
-        left = throughput[source] - server.strength / work[source]
+        left = throughput[server.stage] - server.strength / work[server.stage]
         return server.standby_of != lost, -min(left, server.strength / work[lost]), server.peer
 
-    order = [server.peer for server in sorted((s for s in present if s.stage == source), key=merit)]
-    return order.index(own) if own in order else None
+    order = [server.peer for server in sorted((s for s in present if s.stage == here), key=merit)]
+    return order.index(own) * len(sources) + sources.index(here)
 
 
 def rescue_wait(rank: int, rng: random.Random) -> float:

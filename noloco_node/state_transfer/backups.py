@@ -14,6 +14,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -38,7 +39,7 @@ from noloco_node.state_transfer.copies import (
     two_faced,
 )
 from noloco_node.state_transfer.fetch import DiskMemory, SignedManifest, pack
-from noloco_node.state_transfer.rate import MOST_WAITING, WHOLE_SECONDS, longest_reading
+from noloco_node.state_transfer.rate import MOST_WAITING, longest_reading
 from noloco_node.tallies import PeerTable
 from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.stage_worker import StageWorker
@@ -70,6 +71,14 @@ async def unpaced(_size: int, _reader: str) -> None:
     """Stands for a donor's pace where nothing is trained."""
 
 
+class _Offered(NamedTuple):
+    """What a keeper offers: the manifest, and the same as its source has signed it."""
+
+    keeper: PeerId
+    manifest: CopyManifest
+    signed: SignedManifest
+
+
 @dataclass(slots=True)
 class _Reader:
     progress: float
@@ -86,7 +95,7 @@ class GivenCopy:
     `idle_seconds` reads no more. It is held for `reading_seconds` at most after it stops going to newcomers.
     """
 
-    def __init__(self, fresh_seconds: float, idle_seconds: float, reading_seconds: float = WHOLE_SECONDS) -> None:
+    def __init__(self, fresh_seconds: float, idle_seconds: float, reading_seconds: float) -> None:
         self._fresh, self._idle, self._reading = fresh_seconds, idle_seconds, reading_seconds
         self._copy: StageCopy | None = None
         self._since = 0.0
@@ -172,12 +181,15 @@ class StageCopies:
         self._own: tuple[int, StageWorker] | None = None
         limits = spec.limits
         idle = (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds
-        self.reading_seconds = longest_reading(limits, 4 * max(parameters, default=0))
+        reading: dict[CopyPrecision, float] = {
+            each: longest_reading(limits, dtype.itemsize * max(parameters, default=0)) for each, dtype in DTYPES.items()
+        }
+        self.reading_seconds = reading["fp32"]
         """A copy in full precision is held for its readers for at most so many seconds."""
         # An exporter asks all replicas at once.
         self._given: dict[CopyPrecision, GivenCopy] = {
-            "fp16": GivenCopy(limits.standby_seconds / 2, idle),
-            "fp32": GivenCopy(30.0, idle, self.reading_seconds),
+            "fp16": GivenCopy(limits.standby_seconds / 2, idle, reading["fp16"]),
+            "fp32": GivenCopy(30.0, idle, reading["fp32"]),
         }
         self._collectors = PeerTable[PeerId, str](4)
         """Peers that have read a whole copy in full precision of this stay's weights, and the root of the latest."""
@@ -260,19 +272,21 @@ class StageCopies:
         `first` are the weights that the run began with (flat). `reached` says how far the swarm is; a claim beyond it
         gains nothing.
         """
-        offers = [(manifest, peer) for manifest, peer in await self._ask_all(stage, records) if manifest.clock > beyond]
+        offers = [each for each in await self._ask_all(stage, records) if each.manifest.clock > beyond]
         kept = self.kept if self.kept is not None and self.kept.stage == stage and self.kept.clock > beyond else None
-        liars = two_faced([manifest for manifest, _ in offers] + ([kept.manifest] if kept else []))
-        offers = [each for each in offers if each[0].source not in liars and (not kept or each[0].clock > kept.clock)]
-        offers.sort(key=lambda each: min(reached, each[0].clock), reverse=True)
-        for manifest, peer in offers:
-            if self._has_worked(manifest.source) and (copy := await self._take(peer, manifest)) is not None:
+        liars = two_faced([each.manifest for each in offers] + ([kept.manifest] if kept else []))
+        least = kept.clock if kept else beyond
+        offers = [each for each in offers if each.manifest.source not in liars and each.manifest.clock > least]
+        offers.sort(key=lambda each: min(reached, each.manifest.clock), reverse=True)
+        for offered in offers:
+            if self._has_worked(offered.manifest.source) and (copy := await self._take(offered)) is not None:
                 return copy
         strangers: dict[str, StageCopy] = {}
-        for manifest, peer in offers:
-            if len(strangers) < COPIES_COMPARED and manifest.source not in strangers:
-                copy = None if self._has_worked(manifest.source) else await self._take(peer, manifest)
-                strangers |= {manifest.source: copy} if copy is not None else {}
+        for offered in offers:
+            source = offered.manifest.source
+            if len(strangers) < COPIES_COMPARED and source not in strangers:
+                copy = None if self._has_worked(source) else await self._take(offered)
+                strangers |= {source: copy} if copy is not None else {}
         has, at = (own, beyond) if kept is None else (kept.weights, kept.clock)
         mine = None if has is None or at <= 0.0 else (has, at)
         chosen, vouched = await ambient.elsewhere(choose_copy, list(strangers.values()), mine, first, reached)
@@ -295,7 +309,7 @@ class StageCopies:
     def _has_worked(self, source: str) -> bool:
         return self._transport.peer_stats.of(PeerId(source)).worked_at > -math.inf
 
-    async def _ask_all(self, stage: int, records: Sequence[PeerRecord]) -> list[tuple[CopyManifest, PeerId]]:
+    async def _ask_all(self, stage: int, records: Sequence[PeerRecord]) -> list[_Offered]:
         """The offers of the peers that say that they keep a copy; of many, those that have answered this node lately
         come first."""
         holders = [PeerId(record.peer_id) for record in records if record.standby_of == stage]
@@ -303,14 +317,14 @@ class StageCopies:
         holders.sort(key=self._transport.peer_stats.answers, reverse=True)
         asked = holders[:ASKED_AT_ONCE]
         answers = await asyncio.gather(*(self._ask(peer, stage) for peer in asked))
-        return [(manifest, peer) for manifest, peer in zip(answers, asked, strict=True) if manifest is not None]
+        return [offered for offered in answers if offered is not None]
 
-    async def _take(self, peer: PeerId, manifest: CopyManifest) -> StageCopy | None:
+    async def _take(self, offered: _Offered) -> StageCopy | None:
         try:
-            return await self._fetch(peer, manifest.stage, idle_share=0.0, attempts=ATTEMPTS)
+            return await self._fetch(offered, idle_share=0.0, attempts=ATTEMPTS)
         except (Refused, TransportError) as error:
-            why = error or repr(error)
-            logger.warning("could not take the copy of stage %d from %s: %s", manifest.stage, peer, why)
+            stage, why = offered.manifest.stage, error or repr(error)
+            logger.warning("could not take the copy of stage %d from %s: %s", stage, offered.keeper, why)
             return None
 
     async def renew(self, membership: Membership) -> bool:
@@ -327,7 +341,8 @@ class StageCopies:
             return False
         giver = self._rng.choice(givers)
         try:
-            copy = await self._fetch(giver, stage, idle_share=IDLE_SHARE)
+            offered = await self._open(giver, stage, self._spec.limits.exchange_progress_seconds)
+            copy = await self._fetch(offered, idle_share=IDLE_SHARE)
         except (Refused, TransportError) as error:
             logger.debug("could not copy stage %d from %s: %r", stage, giver, error)
             return False
@@ -346,24 +361,23 @@ class StageCopies:
             return True
         return kept.clock - copy.clock <= self._spec.max_lag_tokens
 
-    async def _ask(self, peer: PeerId, stage: int) -> CopyManifest | None:
+    async def _ask(self, peer: PeerId, stage: int) -> _Offered | None:
         try:
-            manifest, _ = await self._open(peer, stage, OFFER_SECONDS, OFFER_ATTEMPTS)
+            return await self._open(peer, stage, OFFER_SECONDS, OFFER_ATTEMPTS)
         except (Refused, TransportError) as error:
             logger.warning("%s does not give its copy of stage %d: %s", peer, stage, error or repr(error))
             return None
-        return manifest
 
-    async def _open(
-        self, peer: PeerId, stage: int, limit: float, attempts: int = 1
-    ) -> tuple[CopyManifest, SignedManifest]:
+    async def _open(self, peer: PeerId, stage: int, limit: float, attempts: int = 1) -> _Offered:
         size = self._parameters[stage]
-        return await ask_for_copy(self._spec, stage, self._transport, peer, size, seconds=limit, attempts=attempts)
+        asked = ask_for_copy(self._spec, stage, self._transport, peer, size, seconds=limit, attempts=attempts)
+        return _Offered(peer, *await asked)
 
-    async def _fetch(self, peer: PeerId, stage: int, *, idle_share: float, attempts: int = 1) -> StageCopy:
-        """Take a copy, with a pause of `idle_share` times the duration after each chunk."""
+    async def _fetch(self, offered: _Offered, *, idle_share: float, attempts: int = 1) -> StageCopy:
+        """Take the copy that was offered, with a pause of `idle_share` times the duration after each chunk. It is not
+        opened a second time: a keeper could then show the word of another source than it was judged by."""
         limit = self._spec.limits.exchange_progress_seconds
-        manifest, offer = await self._open(peer, stage, limit)
+        peer, manifest, offer = offered
         size = DTYPES["fp16"].itemsize * manifest.size
         try:
             memory = await ambient.elsewhere(DiskMemory, size, self._folder)

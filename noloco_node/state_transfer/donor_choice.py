@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from statistics import median_low
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
@@ -78,11 +78,11 @@ class NoDonor(Exception):
 
 def rank_donors(offers: Mapping[PeerId, StateOffer], max_lag: float, rng: random.Random) -> list[PeerId]:
     """Donors in the order in which to try them: the fresh before the stale, then by load, at random among equals. A
-    donor is stale if its clock is more than a quarter of `max_lag` behind the median of the offers. One donor that
-    claims a clock far in the future must not make all others look old."""
+    donor is stale if its clock is more than a quarter of `max_lag` behind the lower median of the offers. One that
+    claims a clock far in the future must not make the others look old, not even of two."""
     if not offers:
         return []
-    middle = median(offer.clock for offer in offers.values())
+    middle = median_low(offer.clock for offer in offers.values())
 
     def order(peer: PeerId) -> tuple[bool, bool, int, float]:
         offer = offers[peer]

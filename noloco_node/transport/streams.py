@@ -275,6 +275,8 @@ class FramedStream:
             await self._sent(progress)
         else:
             for part in self._line.slices(parts):
+                if self._writer.is_closing():  # what goes nowhere has no share of the line
+                    raise StreamEnded("the other side has gone")
                 await self._line.send(len(part))
                 self._writer.write(part)
                 await self._sent(progress)

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from hivemind.proto import dht_pb2
-from hivemind.utils import MSGPackSerializer
 
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.validator import RecordValidator
+from noloco_node.directory.validator import RecordValidator, unpack_dictionary
 from noloco_node.errors import UserError
 from tests.chaos.attacks import ATTACKS
 from tests.chaos.attacks.life import BROKEN, LOST, Life, Tally, digest_of, living, read_victims
@@ -98,10 +97,9 @@ def _clocks(validator: RecordValidator, key: bytes, answer: Any, honest: set[Any
     found: list[float] = []
     if not answer.results or answer.results[0].type != messages.FOUND_DICTIONARY:
         return found
-    entries: Any = MSGPackSerializer.loads(answer.results[0].value)
-    with entries.freeze():
-        for subkey, (value, until) in entries.items():
-            record = validator.read(key, MSGPackSerializer.dumps(subkey), value, until)
+    for signer, signed, until in unpack_dictionary(answer.results[0].value):
+        if isinstance(signer, str) and isinstance(signed, bytes) and isinstance(until, float):
+            record = validator.read(key, signer, signed, until)
             if record is not None and record.peer_id in honest:
                 found.append(record.clock)
     return found

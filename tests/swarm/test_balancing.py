@@ -188,6 +188,21 @@ def test_a_lost_stage_is_confirmed_and_then_one_node_after_another_may_move() ->
     assert ranks == [0, 1, 2, 3]
 
 
+def test_a_lost_stage_is_rescued_though_the_richest_stages_nodes_do_not_move() -> None:
+    """They are told to stay, too small for it, or free keys that answer: only the richest stage's nodes took turns, and
+    a run stood still for good beside nodes that could have moved. Whose turn it is is nobody else's."""
+    servers = [*peers(0, 1.0, 1.0, 1.0), *peers(1, 1.0, 1.0), *peers(3, 9.0)]
+    work = (1.0, 1.0, 1.0, 1.0)
+    ranks = {server.peer: rescue_rank(servers, work, server.peer, 2) for server in servers}
+    assert sorted(rank for peer, rank in ranks.items() if "peer-0" in peer and rank is not None) == [0, 2, 4]
+    assert sorted(rank for peer, rank in ranks.items() if "peer-1" in peer and rank is not None) == [1, 3]
+    assert [rank for peer, rank in ranks.items() if "peer-3" in peer] == [None]
+    *others, here = [server for server in servers if server.stage == 1]
+    found = first_move(here, work, [*others, *(server for server in servers if server.stage != 1)], 100)
+    assert found is not None
+    assert found[1] == Move(2, "lost")
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_poor_stage_that_was_lost_meanwhile_is_left_to_those_that_take_turns(seed: int) -> None:
     """Nobody is seen there when the planned move is due, or only at the look that confirms it. That holds also if a

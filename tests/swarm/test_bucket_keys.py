@@ -100,10 +100,10 @@ def test_a_record_lies_in_its_own_peers_buckets_only() -> None:
         ]
         for place in (right, *wrong):
             signed = sign_record(identity, bucket_key(RUN, place), record, expires)
-            taken = RecordValidator(RUN, 2).read_at(digest(place), identity.peer_id, signed, expires)
+            taken = RecordValidator(RUN, 2).read(digest(place), identity.peer_id, signed, expires)
             assert (taken is not None) == (place == right)
             elsewhere = Place(1, 2, bucket_of(prefix, 2))
-            assert RecordValidator(RUN, 2).read_at(digest(elsewhere), identity.peer_id, signed, expires) is None
+            assert RecordValidator(RUN, 2).read(digest(elsewhere), identity.peer_id, signed, expires) is None
 
 
 async def test_a_full_bucket_is_read_whole_from_one_holder() -> None:

@@ -650,6 +650,8 @@ def test_the_fresh_come_before_the_stale_and_the_idle_before_the_busy() -> None:
     assert {tuple(sorted(order[2:4])) for order in orders} == {("liar", "one")}
     assert all(order[4:] == ["full", "stale"] for order in orders)
     assert rank_donors({}, 1000.0, random.Random(0)) == []
+    of_two = {PeerId("honest"): offer(1000.0), PeerId("liar"): offer(1e17)}
+    assert {rank_donors(of_two, 1000.0, random.Random(seed))[0] for seed in range(20)} == set(of_two)
 
 
 @given(st.floats(1, 1e9), st.floats(-2, 1), st.floats(0, 1))

@@ -14,14 +14,19 @@ import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
+from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo  # pyright: ignore[reportMissingTypeStubs]
+from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.identity.addresses import parse_address, try_peers
+from noloco_node.identity.addresses import dialable, parse_address, try_peers
 from noloco_node.identity.keys import load_or_create_identity
+from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.start import Doors, running_p2p, start_p2p
 from noloco_node.storage.held import SHARED_PREFIX, leave_shared_folder, sweep_dead_folders
 from tests.support import eventually, free_port, one_turn, p2pd_children
@@ -65,6 +70,23 @@ async def test_a_node_starts_others_join_and_all_is_private(tmp_path: Path) -> N
             assert second.joined_peers == (address,)
         assert not second.folder.exists()
         assert p2pd_children() == [first.pid]
+
+
+async def test_a_peer_at_an_address_of_an_unknown_kind_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """p2pd dials WebTransport, whose addresses hivemind cannot read: one stranger that listened so ended each node that
+    had dialled it, by a traceback at its next look at how it is reached."""
+    read, unread = Multiaddr("/ip4/192.0.2.7/tcp/31337").to_bytes(), bytes.fromhex("04c0000207910207d1cd03d103")
+    with pytest.raises(ValueError, match="465"):
+        str(Multiaddr(unread))
+    async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")) as node:
+
+        async def list_peers() -> list[PeerInfo]:
+            return [PeerInfo(PeerID.from_base58(NOBODY), [Multiaddr(unread), Multiaddr(read)])]
+
+        monkeypatch.setattr(cast("Any", node.hivemind_p2p)._client, "list_peers", list_peers)
+        assert await node.connections() == {PeerId(NOBODY): ["/ip4/192.0.2.7/tcp/31337"]}
 
 
 async def test_a_taken_port_is_named(tmp_path: Path, taken_port: int) -> None:
@@ -134,6 +156,14 @@ async def test_peers_seen_before_stand_in_for_dead_ones(
             await start_p2p(settings, key, doors)
         assert caught.value.exit_code is ExitCode.PEERS_UNREACHABLE
         assert address in caught.value.message
+
+
+async def test_a_host_that_no_resolver_takes_ends_no_start() -> None:
+    """Any peer may announce a name with a part of more than 63 letters: kept in the file of those seen before, it ended
+    each later start by a traceback."""
+    named = f"/dns4/{'a' * 64}.example/tcp/31337/p2p/{NOBODY}"
+    assert dialable([named]) == (named,)
+    assert await try_peers([named], 0.0) == ([], {named: "its host is no name that can be looked up"})
 
 
 async def test_a_peer_that_starts_a_little_later_is_waited_for(tmp_path: Path) -> None:

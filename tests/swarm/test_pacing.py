@@ -36,6 +36,7 @@ from noloco_node.transport.pacing import (
     line_of,
 )
 from noloco_node.transport.pool import Ends, StreamHandler
+from noloco_node.transport.streams import FramedStream, StreamEnded
 from tests.support import alongside
 from tests.swarm.worlds import NoHost
 from tests.worlds import micro_spec
@@ -69,6 +70,18 @@ def test_many_streams_get_the_bound_together_and_small_messages_wait_for_none_of
     sent, worst = in_virtual_time(minute)
     assert worst == 0.0
     assert 0.98 * 1e5 * SECONDS < WIRE_SHARE * sent < 1.02 * 1e5 * SECONDS
+
+
+async def test_a_message_to_who_has_gone_takes_no_more_of_the_line() -> None:
+    """An answer of 4 MiB to a peer that had hung up kept a line of 8 Mbit/s for 4 s, with nothing on it."""
+    ends = [await asyncio.open_unix_connection(sock=end) for end in socket.socketpair()]
+    stream = FramedStream(*ends[0], line_of(8.0, None))
+    writing = asyncio.create_task(stream.write_message(b"{}", (torch.zeros(4 << 20, dtype=torch.uint8),), 5.0))
+    await ends[1][0].readexactly(20_000)
+    ends[1][1].transport.abort()
+    with pytest.raises(StreamEnded):
+        await writing
+    stream.abort()
 
 
 def test_a_line_that_was_idle_is_not_overdrawn_later() -> None:

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.directory import store as record_store
+from noloco_node.directory import validator
+from noloco_node.directory.asked_key import KEY_BYTES
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.store import MOST_HEARSAY, REGULAR_SECONDS, SAMPLED, Esteem, HeldRecord, NoRoom, RecordStore
 from noloco_node.directory.validator import (
@@ -22,6 +24,7 @@ from noloco_node.directory.validator import (
     SKEW_SECONDS,
     Intake,
     RecordValidator,
+    sign_record,
 )
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import Strangers
@@ -328,6 +331,17 @@ def test_a_record_is_no_larger_than_honest_ones_and_has_few_fields_that_nobody_k
     desk, expires = Desk(), 1e6 + LIFE
     assert desk.take("storer", ghost(RUN, 0, expires, padding=200), expires)
     assert not desk.take("storer", ghost(RUN, 0, expires, padding=MAX_RECORD_BYTES), expires)
+
+
+@pytest.mark.parametrize("length", [KEY_BYTES, KEY_BYTES + 1, 60_000])
+def test_a_seed_of_any_run_holds_no_longer_keys_than_the_dhts(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stranger's 16,384 records at keys of 60 kB each were a gigabyte of a seed's memory."""
+    key, signer = b"k" * length, throw_away_key()
+    monkeypatch.setattr(validator, "_digest", lambda _: key)
+    record = PeerRecord(peer_id=signer.peer_id, stage=0, state=PeerState.TRAINING, protocol=1, version="0")
+    signed = sign_record(signer, "", record, 1e6)
+    found = RecordValidator(None, 0).read(key, signer.peer_id, signed, 1e6)
+    assert (found is not None) is (length == KEY_BYTES)
 
 
 def test_one_storer_makes_a_node_check_so_many_signatures_and_others_are_still_heard() -> None:
