@@ -124,13 +124,13 @@ class Home:
     @cached_property
     def full_loads(self) -> list[StageLoad]:
         """What a microbatch asks of the real devices and lines."""
-        return loads_of(self.full.run, self.full_footprint, self.flop_per_second, step_microbatches(self.full))
+        return loads_of(self.full, self.full_footprint, self.flop_per_second, step_microbatches(self.full))
 
     @cached_property
     def small_loads(self) -> list[StageLoad]:
         """The bytes of the scaled run; its seconds are of no device."""
         config = load_config(self.config, self.overrides)
-        return loads_of(config.run, self.footprint, 1.0, STEP_MICROBATCHES)
+        return loads_of(config, self.footprint, 1.0, STEP_MICROBATCHES)
 
     @cached_property
     def overrides(self) -> tuple[str, ...]:

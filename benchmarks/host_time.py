@@ -3,9 +3,9 @@
     python -m benchmarks.host_time --layers 12 24
 
 CPU time of one thread, of a model so small that little but the dispatch of operations is left: whole microbatches by
-each backward, and a plain module of the same model with a plain backward. `--beside` lets another thread compute in
-Python meanwhile, with each `--switch` (seconds, `sys.setswitchinterval`), and tells the time that passes. Two commits
-are compared by taking turns.
+each backward, and a plain module of the same model with a plain backward. `--compiled` takes checkpointed layers with
+`node.compile`, too, after some minutes. `--beside` lets another thread compute in Python meanwhile, with each
+`--switch` (seconds, `sys.setswitchinterval`), and tells the time that passes. Two commits are compared by taking turns.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import timeit
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from benchmarks.gpu_waits import random_batch
 from noloco_node.config.load import load_config
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.model.stage import build_stage
+from noloco_node.training.stage_forms import INDUCTOR
 
 TAKEN = 16
 """Microbatches of which the quarter that is quickest is told: the rest had a core that others wanted, too."""
@@ -46,17 +48,14 @@ def small(layers: int, backward: str) -> RunSpec:
 def milliseconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
     """Of one call, as the quickest quarter of some have it."""
     work()
-    times: list[float] = []
-    for _ in range(TAKEN):
-        began = clock()
-        work()
-        times.append(clock() - began)
-    return 1e3 * sorted(times)[TAKEN // 4]
+    return 1e3 * sorted(timeit.repeat(work, "gc.enable()", clock, TAKEN, 1))[TAKEN // 4]
 
 
-def microbatch(run: RunSpec) -> Callable[[], object]:
+def microbatch(run: RunSpec, *, compiled: bool = False) -> Callable[[], object]:
     """Forward, loss and backward of the whole model as one stage."""
     trainer = trainer_of(run, 0, "cpu")
+    if compiled:
+        trainer.compile_for((1, run.data.sequence_length), documents=False, backend=INDUCTOR)
     inputs, labels = random_batch(run)
     return lambda: trainer.loss(inputs, labels)
 
@@ -97,12 +96,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """A line for each number of layers and each way."""
     parser = parser_of(__doc__, out=False)
     parser.add_argument("--layers", nargs="+", type=whole, default=[12])
+    parser.add_argument("--compiled", action="store_true", help="with node.compile, too")
     parser.add_argument("--beside", action="store_true", help="beside a thread of Python")
     parser.add_argument("--switch", nargs="+", type=positive, default=[5e-3, 5e-4], help="seconds")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for layers in options.layers:
         ways = {name: microbatch(small(layers, name)) for name in BACKWARDS}
+        if options.compiled:
+            ways["checkpoint, compiled"] = microbatch(small(layers, "checkpoint"), compiled=True)
         for name, work in {**ways, "plain module": plain(small(layers, "keep"))}.items():
             print(f"{layers} layers, {name}: {milliseconds(work, time.thread_time):.2f} ms of CPU a microbatch")
         for switch in options.switch if options.beside else ():

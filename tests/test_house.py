@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_814,
-    "lines of the tests": 61_521,
-    "lines of benchmarks and deploy": 4_917,
+    "lines of the package": 59_811,
+    "lines of the tests": 61_545,
+    "lines of benchmarks and deploy": 4_919,
     "module-level numbers": 476,
     "files of the package": 279,
     "files of the package below 60 lines": 34,

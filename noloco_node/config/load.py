@@ -20,7 +20,7 @@ from noloco_node.config import environment
 from noloco_node.config.environment import node_environment, variable_of
 from noloco_node.config.experiments import HuntSpec, LabSpec, SimSpec
 from noloco_node.config.files import parse_yaml, read_config
-from noloco_node.config.node_settings import UNCOMPILED, LocalSwarmSettings, NodeSettings, why_not_compiled
+from noloco_node.config.node_settings import ROUTERS_UNCOMPILED, UNCOMPILED, LocalSwarmSettings, NodeSettings
 from noloco_node.config.own_paths import OWN_PATHS, with_own_paths
 from noloco_node.config.pretrained import with_pretrained
 from noloco_node.config.run_spec import RunSpec
@@ -59,10 +59,8 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _compiles(self) -> Config:
-        routers = bool(self.run.model.config.get("output_router_logits"))
-        reason = why_not_compiled(self.run.inner.backward, routers=routers) if self.node.compile else None
-        if reason is not None:
-            raise ValueError(f"{reason}; {UNCOMPILED}")
+        if self.node.compile and self.run.model.config.get("output_router_logits"):
+            raise ValueError(f"{ROUTERS_UNCOMPILED}; {UNCOMPILED}")
         return self
 
 

@@ -94,19 +94,11 @@ AUTO_AIM = 0.98
 """`node.in_flight: auto` keeps the least number that brings this share of the best rate. Rates are seen in short
 windows: what is kept brings 0.95 of the best and more."""
 UNCOMPILED = "set node.compile to false"
-
-
-def why_not_compiled(backward: str, *, routers: bool) -> str | None:
-    """The reason why torch.compile cannot follow a stage; None if it can. It cannot if the stage's `routers` are
-    trained, since transformers hands out what these say by hooks. Nor can it if `inner.backward` is `checkpoint`, since
-    layers carry their weights along."""
-    if routers:
-        what = "a mixture of experts whose routers are trained (run.model.config.output_router_logits)"
-    elif backward == "checkpoint":
-        what = "a stage whose layers are checkpointed (run.inner.backward is checkpoint)"
-    else:
-        return None
-    return f"node.compile is true, but {what} cannot be compiled"
+ROUTERS_UNCOMPILED = (
+    "node.compile is true, but a mixture of experts whose routers are trained (run.model.config.output_router_logits) "
+    "cannot be compiled"
+)
+"""Transformers hands out what routers say by hooks, which torch.compile cannot follow."""
 
 
 class NodeSettings(Settings):
@@ -153,7 +145,7 @@ class NodeSettings(Settings):
     """CPU threads of the compute library."""
     compile: bool = False
     """Compile the stage with torch.compile before it trains: a minute or more at the start, quicker afterwards. Wants a
-    C++ compiler. Not with `inner.backward: checkpoint`, nor where routers are trained."""
+    C++ compiler. Not where routers are trained."""
     identity: Path | None = None
     """Private key file; `run_folder/identity.key`, created when missing, where not set."""
     reassign: Literal["auto", "always", "never"] = "auto"

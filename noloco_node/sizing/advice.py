@@ -10,7 +10,7 @@ from typing import Any
 from noloco_node.config.load import Config
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.node_settings import AUTO_AIM
-from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, RunSpec, token_bytes
+from noloco_node.config.run_spec import INT8_BLOCK, ActivationCodec, token_bytes
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.cut import build_config
 from noloco_node.outer import CodecName
@@ -24,9 +24,10 @@ from noloco_node.sizing.utilisation import Limit, Link, StageLoad, UtilisationOu
 RECOMPUTED = 4.0 / 3.0
 """The work of a stage that makes its graph anew, in usual ones: forward twice, backward once (which is two
 forwards)."""
-HOST_LAYER_SECONDS = {"keep": 3e-3, "recompute": 3e-3, "checkpoint": 4.6e-3}
-"""Seconds of the host's Python for each layer and microbatch, there and back, by `inner.backward`. Measured on one core
-of a slow machine, medians of three of `python -m benchmarks.host_time --layers 12` (2026-11-30)."""
+HOST_LAYER_SECONDS = {"keep": (3e-3, 3e-3), "recompute": (3e-3, 3e-3), "checkpoint": (4.6e-3, 3.2e-3)}
+"""Seconds of the host's Python for each layer and microbatch, there and back, by `inner.backward`; without and with
+`node.compile`, whose gain was measured with `checkpoint` alone. One core of a slow machine, medians of three of
+`python -m benchmarks.host_time --layers 12 --compiled` (2026-11-30)."""
 WORTH_SAYING = 1.05
 """A change that lifts the device's share by less than this factor is listed without a figure."""
 FIXED_PART = 0.3
@@ -127,7 +128,7 @@ def planned_loads(
 ) -> list[StageLoad]:
     """What a microbatch asks of each stage on such devices; `needs` is the planned memory."""
     on_card = does_arithmetic(device, needs)
-    return loads_of(config.run, footprint, device.flop_per_second, step_microbatches(config), on_card=on_card)
+    return loads_of(config, footprint, device.flop_per_second, step_microbatches(config), on_card=on_card)
 
 
 def outlook_on(config: Config, footprint: Footprint, link: Link, device: Device) -> UtilisationOutlook:
@@ -189,10 +190,10 @@ def under_way(config: Config, loads: Sequence[StageLoad], link: Link) -> int:
 
 
 def loads_of(
-    run: RunSpec, footprint: Footprint, flop_per_second: float, step_microbatches: int, *, on_card: bool = False
+    config: Config, footprint: Footprint, flop_per_second: float, step_microbatches: int, *, on_card: bool = False
 ) -> list[StageLoad]:
     """What one microbatch asks of each stage, its share of an inner step of so many microbatches included."""
-    backward = run.inner.backward
+    run, backward = config.run, config.run.inner.backward
     traffic = traffic_of(run, footprint)
 
     def again(stage: int) -> bool:
@@ -208,7 +209,7 @@ def loads_of(
             sends=(traffic[stage].forward, traffic[stage].backward),
             outer_bytes=float(traffic[stage].outer_step),
             outer_arithmetic=arithmetic_seconds(run.outer.codec, on_card=on_card) * footprint.parameters[stage],
-            host_seconds=HOST_LAYER_SECONDS[backward] * footprint.layers[stage],
+            host_seconds=HOST_LAYER_SECONDS[backward][config.node.compile] * footprint.layers[stage],
         )
         for stage in range(run.stages)
     ]
@@ -238,6 +239,8 @@ def _changes(config: Config, now_under_way: int, limit: Limit) -> Iterator[_Chan
     coded = CODECS[run.outer.codec].wire_bytes(1 << 20)
     if coded > CODECS["int4"].wire_bytes(1 << 20):
         yield {"run.outer.codec": "int4"}
+    if limit == "host" and not config.node.compile and not run.model.config.get("output_router_logits"):
+        yield {"node.compile": True}
     yield {"run.outer.inner_steps": 2 * run.outer.inner_steps}
 
 
@@ -273,4 +276,5 @@ def _words(change: _Change) -> tuple[str, ...]:
 
 def _as_written(value: object) -> str:
     """The value as a file has it; of several codecs there is only one here."""
-    return "".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownArgumentType]
+    written = "".join(map(str, value)) if isinstance(value, tuple) else str(value)  # pyright: ignore[reportUnknownArgumentType]
+    return written.lower() if isinstance(value, bool) else written

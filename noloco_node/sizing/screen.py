@@ -80,7 +80,7 @@ def cost_lines(config: Config, tokens_left: float, replicas: Sequence[int], spee
     run, node = config.run, config.node
     footprint = footprint_of(run)
     needs = planned_memory(config, footprint)
-    loads = loads_of(run, footprint, 1.0, step_microbatches(config))
+    loads = loads_of(config, footprint, 1.0, step_microbatches(config))
     lines: list[str] = []
     for stage in _stages(config):
         shared = [count + (each == stage) for each, count in enumerate(replicas)]

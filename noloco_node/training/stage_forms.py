@@ -6,7 +6,8 @@ nothing compiled here.
 A stage that is checkpointed holds the inputs of its layers, and backward computes the rest again. torch's own
 checkpoint costs the host twice as much a layer: it follows every saved tensor through hooks. A layer with one input and
 one output is an autograd function of ours. A layer with trained routers gives their logits away, too, which only
-torch's hooks see.
+torch's hooks see. Of such a stage what a layer does is compiled: the way around it stays Python, and all layers of a
+kind share what is made for one.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
-from noloco_node.config.node_settings import UNCOMPILED, why_not_compiled
+from noloco_node.config.node_settings import UNCOMPILED
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.stage import Stage
 
 T = TypeVar("T")
 
+_Work = Callable[..., Any]
 CompileBackend = str | Callable[..., Any]
 """A backend of torch.compile: a name, or a function that turns a graph into something that can be called."""
 INDUCTOR = "inductor"
@@ -34,33 +35,31 @@ INDUCTOR = "inductor"
 
 
 class CompiledStage:
-    """One stage, compiled at its first calls. A process has one at a time: what was compiled before is forgotten."""
+    """One stage, compiled at its first calls: its `forward` with given weights, or of checkpointed `layers` what each
+    kind of them does. A process has one at a time: what was compiled before is forgotten."""
 
-    def __init__(self, stage: Stage, shape: tuple[int, int], backend: CompileBackend) -> None:
-        def forward(weights: dict[str, Tensor], inputs: Tensor, positions: Tensor | None, ids: Tensor | None) -> Tensor:
-            return cast(Tensor, functional_call(stage, weights, (inputs, positions, ids)))
-
+    def __init__(
+        self, forward: _Work, shape: tuple[int, int], backend: CompileBackend, layers: CheckpointedLayers | None
+    ) -> None:
         torch.compiler.reset()  # else the stages that a node has left would fill torch's list of forms
-        self._shape = shape
-        self._forward = torch.compile(forward, fullgraph=True, dynamic=False, backend=backend)  # pyright: ignore[reportUnknownMemberType]
+        self._shape, self._layers, self._forward = shape, layers, forward
+        work = forward if layers is None else as_written
+        self._form: _Work = torch.compile(work, fullgraph=True, dynamic=False, backend=backend)  # pyright: ignore[reportUnknownMemberType]
 
     def takes(self, inputs: Tensor) -> bool:
         """Whether these inputs, [B, T] or [B, T, hidden], have the shape that it is made for."""
         return inputs.shape[:2] == self._shape
 
-    def __call__(
-        self, weights: dict[str, Tensor], inputs: Tensor, positions: Tensor | None, ids: Tensor | None
-    ) -> Tensor:
+    def __call__(self, weights: dict[str, Tensor], *inputs: Tensor | None) -> object:
         """Outputs of the stage with these weights, for inputs that it takes."""
-        at, of = (None if each is None else each.contiguous() for each in (positions, ids))
-        return self._forward(weights, inputs.contiguous(), at, of)
-
-
-def check_compiles(stage: Stage, backward: str) -> None:
-    """Raise UserError (CONFIG) where torch.compile cannot follow, as `why_not_compiled` says."""
-    reason = why_not_compiled(backward, routers=stage.router is not None)
-    if reason is not None:
-        raise UserError(ExitCode.CONFIG, reason, UNCOMPILED)
+        given = [None if each is None else each.contiguous() for each in inputs]
+        if self._layers is None:
+            return self._form(weights, *given)
+        self._layers.body = self._form
+        try:
+            return self._forward(weights, *given)
+        finally:
+            self._layers.body = as_written
 
 
 def trying(work: Callable[[], T]) -> T:
@@ -84,29 +83,39 @@ _Place = tuple[nn.Module, str]
 """A module and the name of a weight in it."""
 
 
-def checkpoint_layers(stage: Stage) -> None:
-    """From now on each layer of the stage keeps its inputs only, wherever a gradient will be asked for."""
-    way = _run_again if stage.router is None else _run_again_with_hooks
-    for layer in cast(nn.ModuleList, stage.causal.get_submodule("model.layers")):
-        layer.forward = _checkpointed(layer, way)
+class CheckpointedLayers:
+    """The layers of a stage, each of which from now on keeps its inputs only, wherever a gradient will be asked for."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.body: Callable[..., Tensor] = as_written
+        """What a layer does in the forwards that run now, and in their backwards."""
+        self._way = _run_again if stage.router is None else _run_again_with_hooks
+        for layer in cast(nn.ModuleList, stage.causal.get_submodule("model.layers")):
+            layer.forward = self._checkpointed(layer)
+
+    def _checkpointed(self, layer: nn.Module) -> Callable[..., Tensor]:
+        places = _places_of(layer)
+
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            body = self.body
+
+            def run(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
+                before = _put(places, weights)
+                try:
+                    return body(layer, hidden, *args, **kwargs)
+                finally:
+                    _put(places, before)
+
+            # The weights are taken along: `functional_call` has taken them out of the layer when backward comes.
+            weights = [_at(group[0]) for group in places]
+            return self._way(run, hidden, weights) if torch.is_grad_enabled() else run(hidden, weights)
+
+        return forward
 
 
-def _checkpointed(layer: nn.Module, way: Callable[[_Layer, Tensor, Sequence[Tensor]], Tensor]) -> Callable[..., Tensor]:
-    places = _places_of(layer)
-
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        def run(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
-            before = _put(places, weights)
-            try:
-                return cast(Tensor, type(layer).forward(layer, hidden, *args, **kwargs))
-            finally:
-                _put(places, before)
-
-        # The weights are taken along: `functional_call` has taken them out of the layer when backward comes.
-        weights = [_at(group[0]) for group in places]
-        return way(run, hidden, weights) if torch.is_grad_enabled() else run(hidden, weights)
-
-    return forward
+def as_written(layer: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A layer as its class has it."""
+    return cast(Tensor, type(layer).forward(layer, hidden, *args, **kwargs))
 
 
 def _run_again(run: _Layer, hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -18,15 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage, reportUnknownVariableType]
 
+from noloco_node.config.node_settings import ROUTERS_UNCOMPILED, UNCOMPILED
 from noloco_node.config.run_spec import InnerSpec
 from noloco_node.document_marks import positions_of, without_marks
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
 from noloco_node.training.bounds import GradientSigns, NormBound
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import InnerOptimizer, moment_sizes
 from noloco_node.training.layout import FlatLayout
-from noloco_node.training.stage_forms import CompileBackend, CompiledStage, check_compiles, checkpoint_layers, trying
+from noloco_node.training.stage_forms import CheckpointedLayers, CompileBackend, CompiledStage, trying
 from noloco_node.training.trainer import (
     PRECISIONS,
     ForwardContext,
@@ -69,10 +71,8 @@ class StageTrainer(Trainer):
         self._stage = stage.to(self.device)
         self._stage.hold_fixed_in(self._precision.published, self._precision.computed)
         _without_weights(self._stage)
-        self._backward = inner.backward
         self._recompute = inner.backward == "recompute"
-        if inner.backward == "checkpoint":
-            checkpoint_layers(self._stage)
+        self._layers = CheckpointedLayers(self._stage) if inner.backward == "checkpoint" else None
         self._compiled: CompiledStage | None = None
         self._inner = inner
         self.returned_bound = NormBound(GRADIENT_MULTIPLE)
@@ -93,8 +93,9 @@ class StageTrainer(Trainer):
         """Train microbatches of `shape` (windows, tokens) by a compiled form from now on, which is made here: a minute
         and more on a processor. Evaluations and other shapes go by the plain one. `documents`: where they are cut apart
         in a window. Raises UserError (CONFIG) where the stage cannot be compiled, or not on this machine."""
-        check_compiles(self._stage, self._backward)
-        self._compiled = CompiledStage(self._stage, shape, backend)
+        if self.router is not None:
+            raise UserError(ExitCode.CONFIG, ROUTERS_UNCOMPILED, UNCOMPILED)
+        self._compiled = CompiledStage(self._called, shape, backend, self._layers)
         starts = torch.arange(shape[1]).expand(shape)
         for positions in (None, starts) if documents else (None,):
             trying(lambda positions=positions: self._there_and_back(shape, positions))
@@ -267,10 +268,10 @@ class StageTrainer(Trainer):
         """The outputs, and what the routers did, where they are trained."""
         if self.router is None:
             compiled = self._compiled if self._compiled is not None and self._compiled.takes(inputs) else None
-            return self._run(version, inputs, passage.positions, passage.ids, compiled), None
+            return self._run(version, inputs, passage.positions, passage.ids, compiled=compiled), None
         at, ids = self._whole(passage.positions), self._whole(passage.ids)
         with self._precision.computing(self.device):
-            found: Any = self._called(version, inputs, at, ids, routers=True)
+            found: Any = self._called(version.parameters, inputs, at, ids, routers=True)
         outputs, logits = cast("tuple[Tensor, tuple[Tensor, ...]]", found)
         return outputs, self.router.routed(logits, self.device)
 
@@ -294,21 +295,14 @@ class StageTrainer(Trainer):
         return routed.chosen if earlier is None else routed.chosen + earlier
 
     def _run(
-        self,
-        version: Version,
-        inputs: Tensor,
-        positions: Tensor | None = None,
-        ids: Tensor | None = None,
-        compiled: CompiledStage | None = None,
+        self, version: Version, inputs: Tensor, *beside: Tensor | None, compiled: CompiledStage | None = None
     ) -> Tensor:
-        at, ids = self._whole(positions), self._whole(ids)
+        given = inputs, *map(self._whole, beside)
         with self._precision.computing(self.device):
-            if compiled is not None:
-                return compiled(version.parameters, inputs, at, ids)
-            return cast(Tensor, self._called(version, inputs, at, ids))
+            return cast(Tensor, (compiled or self._called)(version.parameters, *given))
 
-    def _called(self, version: Version, *inputs: Tensor | None, **options: bool) -> object:
-        return functional_call(self._stage, version.parameters, inputs, options, tie_weights=self._tied)
+    def _called(self, weights: dict[str, Tensor], *inputs: Tensor | None, **options: bool) -> object:
+        return functional_call(self._stage, weights, inputs, options, tie_weights=self._tied)
 
     def _takes_in(self, source: str, loss_sum: float, tokens: int) -> bool:
         return not source or self.loss_bound.takes_in(loss_sum / tokens, tokens)

@@ -167,8 +167,15 @@ def test_a_fast_card_is_told_that_it_waits_for_python() -> None:
     wider = [each for each in found.suggestions if "run.inner.microbatch_windows" in each.settings[0]]
     assert wider
     assert wider[0].share > 1.3 * found.outlook.share
+    (compiling,) = (each for each in found.suggestions if each.settings == ("node.compile=true",))
+    assert 1.2 * found.outlook.share < compiling.share < wider[0].share
+    compiled = expect(load_config(Path("consumer-24gb"), compiling.settings), link, device)
+    assert compiled.outlook.share == compiling.share
+    assert not any("node.compile=true" in each.settings for each in compiled.suggestions)
     small = device_by_name("RTX 4090", config.run.inner.precision)
-    assert expect(config, link, small).outlook.limit == "device"
+    unhurried = expect(config, link, small)
+    assert unhurried.outlook.limit == "device"
+    assert not any("node.compile=true" in each.settings for each in unhurried.suggestions)
 
 
 def test_it_is_one_screen() -> None:

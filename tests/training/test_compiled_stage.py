@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from noloco_node.training.compute_thread import ComputeThread
 from noloco_node.training.placing import PlacedStage
 from noloco_node.training.stage_trainer import StageTrainer
 from noloco_node.training.trainer import ForwardContext
-from tests.model.families import spec_of
+from tests.model.families import LAYERS, VOCABULARY, spec_of
 from tests.training.made_trainers import make_trainer, moments_of
 from tests.worlds import LENGTH, WINDOWS, micro_spec, window_batch
 
@@ -73,10 +74,11 @@ def small(backward: str) -> RunSpec:
     return micro_spec(layers=2, inner={"backward": backward})
 
 
-def test_a_compiled_stage_gives_the_same_numbers_and_compiles_nothing_under_way() -> None:
+@pytest.mark.parametrize("backward", ["recompute", "checkpoint"])
+def test_a_compiled_stage_gives_the_same_numbers_and_compiles_nothing_under_way(backward: str) -> None:
     """Outputs to the bit and gradients to rounding over inner steps, with microbatches under way on older weights. All
     graphs are made beforehand; an evaluation and another shape make none, and take none."""
-    plain, compiled = (make_trainer(small("recompute"), 0) for _ in range(2))
+    plain, compiled = (make_trainer(small(backward), 0) for _ in range(2))
     backend = Counting()
     compiled.compile_for(SHAPE, documents=False, backend=backend)
     made, before = backend.graphs, backend.calls
@@ -126,16 +128,31 @@ def test_documents_apart_are_compiled_as_well() -> None:
     assert (backend.graphs, backend.calls - before) == (made, 2)
 
 
-@pytest.mark.parametrize("kind", ["routers", "checkpoint"])
-def test_what_cannot_be_compiled_is_refused_with_the_remedy(kind: str) -> None:
-    """Before anything is compiled."""
-    if kind == "routers":
-        stage = build_stage(spec_of("qwen3_moe", 2, output_router_logits=True), 0)
-        trainer = StageTrainer(stage, micro_spec().inner, device="cpu", wire_dtype=torch.float32)
-    else:
-        trainer = make_trainer(small("checkpoint"), 0)
+def test_checkpointed_layers_of_a_kind_share_what_is_compiled() -> None:
+    """Of six layers that attend in two ways two forms are made of each way, with a gradient and without; backward runs
+    them again, under the autocast of the forward, and on a thread of its own, as torch has it for a GPU."""
+    spec = micro_spec(inner={"backward": "checkpoint", "precision": "bf16-mixed"})
+    plain, compiled = (
+        StageTrainer(build_stage(spec_of("qwen3", 1), 0), spec.inner, device="cpu", wire_dtype=torch.float32)
+        for _ in range(2)
+    )
     backend = Counting()
-    with pytest.raises(UserError, match=f"node.compile is true, but .*{kind}") as caught:
+    compiled.compile_for(SHAPE, documents=False, backend=backend)
+    made, before = backend.graphs, backend.calls
+    inputs, labels = window_batch(range(WINDOWS))
+    with ThreadPoolExecutor(1) as other:
+        one, same = (other.submit(each.loss, inputs % VOCABULARY, labels % VOCABULARY) for each in (plain, compiled))
+        assert one.result().loss_sum == pytest.approx(same.result().loss_sum, rel=1e-6)
+    assert alike(plain.gradient, compiled.gradient)
+    assert (made, backend.graphs, backend.calls - before) == (4, 4, 2 * LAYERS)
+
+
+def test_trained_routers_are_refused_with_the_remedy() -> None:
+    """Before anything is compiled."""
+    stage = build_stage(spec_of("qwen3_moe", 2, output_router_logits=True), 0)
+    trainer = StageTrainer(stage, micro_spec().inner, device="cpu", wire_dtype=torch.float32)
+    backend = Counting()
+    with pytest.raises(UserError, match=r"node\.compile is true, but .*routers") as caught:
         trainer.compile_for(SHAPE, documents=False, backend=backend)
     assert (caught.value.exit_code, caught.value.remedy) == (ExitCode.CONFIG, "set node.compile to false")
     assert not backend.graphs
