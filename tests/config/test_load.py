@@ -101,10 +101,6 @@ def test_numbers_with_an_exponent_are_numbers(tmp_path: Path) -> None:
         (["node.stage=first"], ["node.stage", "'first'", "'auto'"]),
         (["node.stage=2"], ["node.stage (2)", "run.model.stages is 2", "0 to 1"]),
         (
-            ["node.compile=true", "run.inner.backward=checkpoint"],
-            ["node.compile is true, but", "run.inner.backward is checkpoint", "set node.compile to false"],
-        ),
-        (
             ["node.compile=true", "run.model.config.output_router_logits=true"],
             ["node.compile is true, but", "run.model.config.output_router_logits", "set node.compile to false"],
         ),
