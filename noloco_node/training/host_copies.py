@@ -71,6 +71,8 @@ class HostCopies:
         """The event at which the device has read what came last."""
         self._late: list[Callable[[], None]] | None = None
         """What waits for answers, where they may arrive late."""
+        self._widening, self._widened = threading.Lock(), 0
+        """Long vectors that are made wider on the host; so many have been begun."""
         self.waits = 0
         """How often the thread that keeps the device at work has waited for it."""
 
@@ -187,10 +189,13 @@ class HostCopies:
             return self._beside([(room, source)], self._long)
         narrow = self.room(source.shape, source.dtype)  # what is made wider there takes as much of the device's memory
         crossed = self._beside([(narrow, source)], self._long)
+        self._widened = number = self._widened + 1
 
         def wait() -> None:
             crossed()
-            room.copy_(narrow)
+            with self._widening:
+                if number == self._widened:  # else its outer step was given up, and the room is another one's
+                    room.copy_(narrow)
 
         return wait
 

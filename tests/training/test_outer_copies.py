@@ -65,6 +65,25 @@ def test_nothing_else_changes_the_weights_under_a_snapshot(change: str, late: Ca
     assert torch.equal(room, before)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+def test_a_snapshot_that_was_given_up_does_not_land_in_the_next_one(
+    precision: str, late: Callable[[], HostCopies]
+) -> None:
+    """A thread that is late may get to it only then."""
+    trainer = make_trainer(micro_spec(stages=1, inner={"precision": precision}), 0)
+    trainer.copies = late()
+    trainer.loss(*window_batch(range(WINDOWS)))
+    room = room_for(trainer)
+    given_up = trainer.begin_copy(room)
+    trainer.step(1e-2)
+    under_way = trainer.begin_copy(room)
+    assert given_up is not None
+    assert under_way is not None
+    under_way()
+    given_up()
+    assert torch.equal(room, trainer.master.float())
+
+
 async def test_an_outer_step_by_copies_beside_the_training_is_bitwise_the_same(late: Callable[[], HostCopies]) -> None:
     outer = OuterSpec(inner_steps=2, alpha=0.5, beta=0.5)
     found: list[list[Tensor]] = []
