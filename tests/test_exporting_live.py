@@ -330,7 +330,7 @@ async def test_a_stage_whose_only_donor_is_busy_is_waited_for(tmp_path: Path) ->
     """A user that broke an export off and begins it anew finds its former self in the donor's only place for a
     minute."""
     async with trained(replicas=1) as swarm:
-        swarm.copies[0]._given["fp32"] = busy = KeptBusy(30.0, 5.0)
+        swarm.copies[0]._given["fp32"] = busy = KeptBusy(30.0, 5.0, 900.0)
         gathered = await swarm.gather(tmp_path / "spool")
     assert {stage: len(found) for stage, found in gathered.replicas.items()} == {0: 1, 1: 1}
     assert busy.refusals < 0
