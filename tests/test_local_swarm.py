@@ -329,10 +329,12 @@ async def test_a_daemon_that_cannot_start_is_reported_with_its_own_exit_code(tmp
 
 async def test_a_run_folder_is_one_runs_and_must_be_writable(tmp_path: Path, temporary: Path) -> None:
     """Two runs never share a folder, whichever wrote there before; a file is no folder."""
+    (tmp_path / "old" / "nodes").mkdir(parents=True)
     (tmp_path / "file").write_text("")
     RunFolder.create(tmp_path / "other").claim("0" * 32, "other run")
     (tmp_path / "other" / "nodes").mkdir()
     for folder, words in (
+        (tmp_path / "old", "already holds a run"),
         (tmp_path / "other", "holds run 'other run'"),
         (tmp_path / "file", "cannot be written"),
     ):

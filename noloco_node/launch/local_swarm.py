@@ -269,11 +269,14 @@ class LocalSwarm:
     def prepare_folder(self) -> Path:
         """Make the folders, or find there what an earlier life of the same swarm left; the configuration's file.
 
-        Raises UserError (RUN_FOLDER) where another run lies there, and writes nothing then, or where it cannot.
+        Raises UserError (RUN_FOLDER) where another run lies there, and writes nothing then, or where nothing can be
+        written.
         """
+        self._check_folder()
+        folder = RunFolder(self.run_folder)
         try:
             self.run_folder.mkdir(parents=True, exist_ok=True)
-            RunFolder(self.run_folder).claim(self.config.run.run_id, self.config.run.name)
+            folder.claim(self.config.run.run_id, self.config.run.name)
             for node in self.nodes:
                 node.folder.mkdir(parents=True, exist_ok=True)
             config_path = self.run_folder / "config.yaml"
@@ -285,6 +288,16 @@ class LocalSwarm:
                 "choose a folder that you may write to with --run-folder",
             ) from None
         return config_path
+
+    def _check_folder(self) -> None:
+        folder, run = RunFolder(self.run_folder), self.config.run
+        folder.judge(run.run_id, run.name)
+        if (self.run_folder / "nodes").exists() and not folder.claimed:
+            raise UserError(
+                ExitCode.RUN_FOLDER,
+                f"the run folder {self.run_folder} already holds a run, and not by this version of noloco-node",
+                "choose another with --run-folder, or remove it",
+            )
 
     async def _up(self, node: SwarmNode, config_path: Path, peers: Sequence[str]) -> NodeStarted:
         await self._launch(node, config_path, peers)

@@ -104,7 +104,8 @@ async def test_a_hostile_copy_is_taken_by_a_guard_that_asks_for_it() -> None:
     transport = MemoryTransport(network, ASKER)
     async with alive(SPEC, network, ATTACKS[attack]) as life:
         copies = StageCopies(SPEC, footprint_of(SPEC).parameters, transport, random.Random(0))
-        taken = await cast("Any", copies)._fetch(life.transport.peer_id, 1, idle_share=0.0)
+        offered = await cast("Any", copies)._open(life.transport.peer_id, 1, 10.0)
+        taken = await cast("Any", copies)._fetch(offered, idle_share=0.0)
         assert taken.manifest.source == life.transport.peer_id
         assert bool((taken.weights == 3e4).all())
         counts = life.tally.counts[attack]

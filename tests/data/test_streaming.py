@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -362,9 +363,18 @@ async def test_a_shard_that_goes_bad_under_way_is_passed_over_and_named_once(
 async def test_a_text_that_is_gone_ends_the_reading(spec: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is after as many tries as there are blocks, ten at most; the drawing code gets the error."""
     monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.001, 60.0))
+    gone, read = threading.Event(), StreamedBlocks.read
+
+    def once_it_is_gone(blocks: StreamedBlocks, turn: Turn) -> Iterator[Tokens]:
+        assert gone.wait(60.0)
+        return read(blocks, turn)
+
+    # One window that is read before would say that the text is sound, and its reader would try for ever.
+    monkeypatch.setattr(StreamedBlocks, "read", once_it_is_gone)
     async with opened(spec) as samples:
         for path in files_of(spec):
             path.unlink()
+        gone.set()
         with pytest.raises(UserError, match="damaged") as caught:
             await drawn(samples, 10_000)
         assert caught.value.exit_code is ExitCode.DATA
