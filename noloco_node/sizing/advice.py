@@ -26,8 +26,8 @@ RECOMPUTED = 4.0 / 3.0
 forwards)."""
 HOST_LAYER_SECONDS = {"keep": (3e-3, 3e-3), "recompute": (3e-3, 3e-3), "checkpoint": (4.6e-3, 3.2e-3)}
 """Seconds of the host's Python for each layer and microbatch, there and back, by `inner.backward`; without and with
-`node.compile`, whose gain was measured with `checkpoint` alone. One core of a slow machine, medians of three of
-`python -m benchmarks.host_time --layers 12 --compiled` (2026-11-30)."""
+`node.compile`, whose gain was measured with `checkpoint` alone: 0.69 of the time, the median of four turns. One core of
+a slow machine, otherwise medians of three of `python -m benchmarks.host_time --layers 12 --compiled` (2026-11-30)."""
 WORTH_SAYING = 1.05
 """A change that lifts the device's share by less than this factor is listed without a figure."""
 FIXED_PART = 0.3
