@@ -6,7 +6,7 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 59_829,
-    "lines of the tests": 61_573,
+    "lines of the tests": 61_575,
     "lines of benchmarks and deploy": 4_919,
     "module-level numbers": 476,
     "files of the package": 279,

@@ -15,6 +15,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.state_transfer.copies import ask_for_copy
 from noloco_node.state_transfer.fetch import StateRequest, packed_size
 from noloco_node.transport.calls import ask
 from noloco_node.transport.interface import Transport
@@ -103,8 +104,9 @@ async def test_a_hostile_copy_is_taken_by_a_guard_that_asks_for_it() -> None:
     attack, network = "hostile copies of a stage", MemoryNetwork()
     transport = MemoryTransport(network, ASKER)
     async with alive(SPEC, network, ATTACKS[attack]) as life:
-        copies = StageCopies(SPEC, footprint_of(SPEC).parameters, transport, random.Random(0))
-        offered = await cast("Any", copies)._open(life.transport.peer_id, 1, 10.0)
+        parameters, keeper = footprint_of(SPEC).parameters, life.transport.peer_id
+        offered = (keeper, *await ask_for_copy(SPEC, 1, transport, keeper, parameters[1], seconds=10.0))
+        copies = StageCopies(SPEC, parameters, transport, random.Random(0))
         taken = await cast("Any", copies)._fetch(offered, idle_share=0.0)
         assert taken.manifest.source == life.transport.peer_id
         assert bool((taken.weights == 3e4).all())
