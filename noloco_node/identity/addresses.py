@@ -83,8 +83,8 @@ def widest_first(texts: Sequence[str]) -> list[str]:
 
 
 def to_hand_out(texts: Sequence[str]) -> list[str]:
-    """The addresses of a node that are of use to who is invited: where it has a public one, those behind its router
-    are not."""
+    """The addresses of a node that a newcomer can use: where it has a public one, those behind its router are left
+    out."""
     public = [text for text in texts if reach_of(parse_address(text).host) is Reach.PUBLIC]
     return public or list(texts)
 
