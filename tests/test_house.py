@@ -11,7 +11,7 @@ BOUNDS = {
     "module-level numbers": 476,
     "files of the package": 279,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 300,
+    "kB of Markdown": 299,
     "kB of results in docs": 139,
     "decision records": 40,
 }
