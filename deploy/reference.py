@@ -1,5 +1,4 @@
-"""Pages of docs/ that are made from the code: settings, events, exit codes. `make reference` writes them: python -m
-deploy.reference"""
+"""Pages of docs/ that are made from the code. `make reference` writes them: python -m deploy.reference"""
 
 from __future__ import annotations
 
@@ -40,13 +39,12 @@ def _settings() -> Iterator[str]:
     yield from _head("Settings", "the settings' own classes in `config/`")
     yield "Look a setting up by its full name; `noloco-node config show CONFIG` prints all with their values. Any can"
     yield "be given on the command line, `--set run.inner.learning_rate=3e-3`. Numbers are finite; a dash is not set."
-    yield from ("", "## `run`", "")
-    yield "What every peer of the run must agree on: the run id is made from all of it. A joiner gets it from a peer."
+    yield from ("", "## `run`", "", "All peers share it: the run id is made of it, and a joiner gets it from a peer.")
     yield from _group(RunSpec, "run")
     yield from ("", "### Each of `run.data.mixture`", "", _sentence(MixedSource.__doc__), "")
     yield from _table(MixedSource, "")
-    yield from ("", "## `node`", "")
-    yield f"What one machine chooses for its node. Each has a variable: `{variable_of('port')}` stands for `node.port`."
+    yield from ("", "## `node`", "", "What one machine chooses for its node. Each setting has a variable:")
+    yield f"`{variable_of('port')}` stands for `node.port`."
     yield "The command line wins over the environment, and that over the file."
     yield from _group(NodeSettings, "node")
     yield from ("", "## `local_swarm`", "", "The layout of `noloco-node swarm`: all daemons on this machine.")
@@ -147,12 +145,12 @@ def _events() -> Iterator[str]:
 
 def _fields(kind: type[BaseModel], skip: frozenset[str]) -> Iterator[str]:
     """Fields in a table, and below it those whose name says all."""
-    meanings = _docstrings(kind)
+    meanings = dict.fromkeys(kind.model_fields, "") | _docstrings(kind)
     fields = {name: field for name, field in kind.model_fields.items() if name not in skip}
-    named = {n: (f"`{field.serialization_alias or n}`", _type(field.annotation)) for n, field in fields.items()}
-    if told := [_row(*cells, meanings[name]) for name, cells in named.items() if meanings.get(name)]:
+    named = {n: (f"`{f.serialization_alias or n}`", _type(f.annotation, meanings[n])) for n, f in fields.items()}
+    if told := [_row(*cells, meanings[name]) for name, cells in named.items() if meanings[name]]:
         yield from ("| field | type | meaning |", "|---|---|---|", *told, "")
-    if plain := [" ".join(cells) for name, cells in named.items() if not meanings.get(name)]:
+    if plain := [" ".join(cells) for name, cells in named.items() if not meanings[name]]:
         yield f"Others: {'; '.join(plain)}."
 
 
@@ -167,12 +165,13 @@ def _docstrings(kind: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def _type(annotation: object) -> str:
-    """A field's type as a reader of JSON knows it."""
+def _type(annotation: object, meaning: str = "") -> str:
+    """A field's type as a reader of JSON knows it; words that the meaning explains are not said twice."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     plain = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`", type(None): "null"}
     if origin is typing.Literal:
-        return ", ".join(f"`{value}`" for value in inner)
+        values = [f"`{value}`" for value in inner]
+        return "one of these" if all(value in meaning for value in values) else ", ".join(values)
     if origin in (list, tuple):
         return f"list of {_type(inner[0])}"
     if origin is dict:
@@ -184,8 +183,7 @@ def _type(annotation: object) -> str:
 
 def _exit_codes() -> Iterator[str]:
     yield from _head("Exit codes", "`errors.py`")
-    yield "The same for every command. What to do about each, with the messages that come with it:"
-    yield "[Troubleshooting](troubleshooting.md)."
+    yield "The same for every command. [Troubleshooting](troubleshooting.md) says what to do about each."
     yield from ("", "| code | name | meaning |", "|---|---|---|")
     for code, meaning in EXIT_MEANINGS.items():
         yield _row(f"[{code.value}](troubleshooting.md#{code.value}-{code.name.lower()})", f"`{code.name}`", meaning)
