@@ -14,9 +14,9 @@ from noloco_node import __version__, ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.live_estimate import is_there
-from noloco_node.directory.membership import REFRESH_SECONDS
 from noloco_node.directory.records import (
     FIRST_LOOK_SECONDS,
+    REFRESH_SECONDS,
     Directory,
     DirectoryView,
     LiveRecord,

@@ -15,6 +15,8 @@ MOST_PEERS = 4096
 """A table has so many entries if it is told no other number: a key costs a stranger nothing."""
 FEW_PEERS = 128
 """A table that is searched for each microbatch, or holds much for each peer, has so many."""
+EXAMINED = 32
+"""Where all places are taken, so many are examined for one to give up."""
 LATEST = 1 / 8
 """The latest value has this weight in a moving average. A liar's eight answers, or a bad minute, then move it by two
 thirds."""
@@ -23,10 +25,6 @@ RECENT = 16
 far."""
 QUIET_PAUSES = 2.0
 """Somebody has fallen silent after so many times its usual pause: by chance one pause is longer than the last."""
-SLACK = 1.5
-"""What is up to so many times the usual, or the least, counts as no worse."""
-MUCH_MORE = 2.0
-"""One has much more than others of its kind with more than so many times what these have."""
 _MOST_DOUBLED = 64
 
 

@@ -21,15 +21,15 @@ KEY_BYTES = 20
 """The length of a DHT key in bytes."""
 SIGNER_BYTES, EXPIRY_BYTES = 3, 3
 MARK_BYTES = SIGNER_BYTES + EXPIRY_BYTES
-MOST_MARKS = 256
-MOST_NEIGHBOURS = 20
+MOST_ASKED = 256
+"""A request names at most so many keys, since a run has no more stages, and marks so many records of each. Of records
+that it brings so many are examined."""
 TICKS = 1024
-"""The ticks of a second in an expiry; a record expires at least a millisecond later than the one before it."""
+"""The ticks of a second in an expiry. A record expires at least one of them later than the one before it."""
 
 _HEAD = struct.Struct(">B8s")
 _ONLY_MARKED = 0x80
-"""This bit of the first byte stands beside the number of neighbours. A node that does not know it names more
-neighbours, and tells all records."""
+"""This bit of the first byte stands beside the number of neighbours."""
 _TURN = 1 << (8 * EXPIRY_BYTES)
 """A mark's expiry begins anew after so many ticks: 4.5 hours, more than twice the longest life."""
 
@@ -43,7 +43,7 @@ class AskedKey:
     """One key of a request."""
 
     key: bytes
-    neighbours: int = MOST_NEIGHBOURS
+    neighbours: int = _ONLY_MARKED - 1
     """Nodes near the key that the asker wants to be told of, at most."""
     salt: bytes = b""
     marks: Mapping[bytes, int] = field(default_factory=_nothing)
@@ -70,7 +70,7 @@ def pack_asked(
     salted = _salted(salt)
     marks = b"".join(
         _mark(salted, signer) + _ticks(expires).to_bytes(EXPIRY_BYTES, "big")
-        for signer, expires in islice(held, MOST_MARKS)
+        for signer, expires in islice(held, MOST_ASKED)
     )
     return key + _HEAD.pack(neighbours | (_ONLY_MARKED if only_marked else 0), salt) + marks
 
@@ -82,12 +82,12 @@ def unpack_asked(raw: bytes) -> AskedKey:
         return AskedKey(raw)
     first_byte, salt = _HEAD.unpack_from(raw, KEY_BYTES)
     neighbours, only_marked = first_byte & ~_ONLY_MARKED, bool(first_byte & _ONLY_MARKED)
-    last = min(len(raw), first + MOST_MARKS * MARK_BYTES)
+    last = min(len(raw), first + MOST_ASKED * MARK_BYTES)
     marks = {
         raw[at : at + SIGNER_BYTES]: int.from_bytes(raw[at + SIGNER_BYTES : at + MARK_BYTES], "big")
         for at in range(first, last, MARK_BYTES)
     }
-    return AskedKey(raw[:KEY_BYTES], min(neighbours, MOST_NEIGHBOURS), salt, marks, only_marked)
+    return AskedKey(raw[:KEY_BYTES], neighbours, salt, marks, only_marked)
 
 
 @lru_cache(maxsize=16)

@@ -25,7 +25,7 @@ from statistics import median
 from typing import NamedTuple
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import PeerTable
+from noloco_node.tallies import RECENT, PeerTable
 
 TARGET = 64
 """The wanted number of records in a bucket."""
@@ -33,9 +33,6 @@ RAISE, LOWER = 1.5, 0.4375
 """A bucket is too full above the first multiple of the target, and too empty below the second. Between a level's bounds
 lies more than a factor of two, or nodes would go up and down. It is less than four, or a stage of some sizes would suit
 two levels that do not write where the other reads."""
-HIGHER_TOO = 0.75
-"""From this multiple of the target on, the next level would be full enough for some node: records are written there
-too."""
 MOST_LEVEL = 20
 """The highest level; it is enough for 64 million replicas of a stage."""
 PREFIX_BITS = 32
@@ -48,16 +45,10 @@ nothing lies beyond the first, the second is enough: beside sixty that came at o
 LOOKED_BACK = 4
 """The number of latest looks that decide on the level: three of four must be too full, or too empty. No bucket decides
 alone."""
-KEPT = 10
-"""The counts of so many buckets make the estimate."""
 CROWDED = 2 * TARGET
 """A bucket with so many records is crowded: somebody sought ids for it. It counts for no more than so many."""
-CONFIRMING = 3
-"""The number of buckets of a level far above that must be as full as it says before a node goes there."""
 CONFIRMED_AGAIN = 2 * LOOKED_BACK
 """A level that was not confirmed is left alone for so many looks at level 0."""
-FALL = 3
-"""A node goes down so many levels at once if all is empty."""
 LEAST_OF_MIDDLE, MOST_OF_MIDDLE = 0.625, 1.375
 """A bucket counts for at least and at most these multiples of the middle bucket. By chance three of a thousand buckets
 of 64 lie beyond. For others somebody sought ids, or kept records from being found."""
@@ -87,7 +78,7 @@ def levels_to_write(prefix: int, level: int, fullness: float) -> tuple[int, ...]
     levels = [level]
     if level > 0:
         levels.append(level - 1)
-    if fullness >= HIGHER_TOO * TARGET and level < MOST_LEVEL:
+    if 2.0 * fullness >= RAISE * TARGET and level < MOST_LEVEL:  # two of the next level make one that is too full
         levels.append(level + 1)
     if level > 1 and bucket_of(prefix, level) == 0:
         levels.append(0)
@@ -136,7 +127,7 @@ class StageLevel:
     def __init__(self, rng: random.Random, level: int = 0) -> None:
         self._rng = rng
         self.level = level
-        self._counts = PeerTable[int, int](KEPT)
+        self._counts = PeerTable[int, int](RECENT)
         """The records of the buckets of this level that were read, the latest last."""
         self._looks = 0
         """Those at buckets of this level."""
@@ -210,7 +201,7 @@ class StageLevel:
         nobody's. A first bucket is now and then fuller than others by chance, and speaks of a level too high.
         """
         self._votes.append(count)
-        if len(self._votes) < CONFIRMING or self._candidate is None:
+        if len(self._votes) < LOOKED_BACK or self._candidate is None:
             return
         level, votes = self._candidate, self._votes
         self._candidate, self._votes = None, []
@@ -234,7 +225,7 @@ class StageLevel:
             self._go_to(self.level + 1)  # nodes with full buckets write there; beyond it nobody does
         elif upper_middle < LOWER * TARGET and self.level > 0:
             down = int(math.log2(TARGET / max(upper_middle, 1)))
-            self._go_to(max(0, self.level - min(FALL, max(1, down))))
+            self._go_to(max(0, self.level - max(1, down)))
 
     def _consider(self, level: int) -> None:
         """Read some of its buckets before it is gone to."""
@@ -248,15 +239,12 @@ class StageLevel:
 
 HELD = 2
 """A node holds so many buckets of a stage."""
-WHOLLY_HELD = 1
-"""At this level or below, all buckets are held and there are no others to exchange them for."""
 RENEWED_SECONDS = 120.0
 """After so many seconds a held bucket is exchanged for another: a quarter of the view in a minute."""
-SAMPLED_AGAIN = 0.6
-"""Once the number has settled, a bucket is read for it every so many record lives."""
 READ_AGAIN, READ_AGAIN_AT_LAST = 0.4, 0.5
 """A held bucket is read again after the first part of a record's life, or at most the second if buckets are full. A
-record is renewed at a third of its life."""
+record is renewed at a third of its life. Once the number has settled, a bucket is read for it after the second, and
+all nodes near a whole stage's key are asked as often."""
 SETTLED = LOOKED_BACK
 """A node that has come to a level reads so many of its buckets at once, one at each look."""
 
@@ -266,7 +254,7 @@ def drawn_again(fullness: float, life: float) -> float:
 
     The fuller buckets are, the more rarely they are read, so that as many records come in a second.
     """
-    return SAMPLED_AGAIN * life * _times_full(fullness)
+    return READ_AGAIN_AT_LAST * life * _times_full(fullness)
 
 
 def held_again(fullness: float, life: float) -> float:
@@ -294,4 +282,4 @@ def has_a_place(level: int, held: int, since: float) -> bool:
     The node holds `held` buckets and has exchanged one of them `since` seconds ago. If all places are taken, the eldest
     goes, unless there are no other buckets.
     """
-    return held < HELD or (since >= RENEWED_SECONDS and level > WHOLLY_HELD)
+    return held < HELD or (since >= RENEWED_SECONDS and (1 << level) > HELD)

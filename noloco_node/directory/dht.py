@@ -15,12 +15,14 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError  # pyright: ig
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
-from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
-from noloco_node.directory.dht_node import CannotBeReached, ClocksDiffer, DhtNode, Stored, peer_name
-from noloco_node.directory.dht_walk import WALK_SECONDS, Walker
+from noloco_node.directory.asked_key import TICKS
+from noloco_node.directory.buckets import MOST_LEVEL, READ_AGAIN_AT_LAST, Place, bucket_of, prefix_of
+from noloco_node.directory.dht_node import REPLICAS, CannotBeReached, ClocksDiffer, DhtNode, Stored, peer_name
+from noloco_node.directory.dht_walk import Walker
 from noloco_node.directory.known_peers import LostPeers
 from noloco_node.directory.records import (
     EVERYBODY,
+    MAX_LIFE_SECONDS,
     WITHDRAWAL_SECONDS,
     DirectoryView,
     LiveRecord,
@@ -37,23 +39,9 @@ from noloco_node.identity.keys import Identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import PeerStats
 from noloco_node.tallies import PeerTable
+from noloco_node.transport.calls import QUESTION_SECONDS
 
 logger = logging.getLogger(__name__)
-
-WALK_AGAIN = 0.5
-"""All nodes near the stages' keys are asked every so many record lives."""
-JOIN_SECONDS = 20.0
-MAX_LIFE_SECONDS = 3600.0
-"""A record that claims to live more than so many seconds from now is not held: its owner could never leave."""
-SMALLEST_EXTENSION = 1e-3
-ALSO_ASKED = 8
-"""The number of peers with earlier answers that are asked for records whatever their places. A stranger that took all
-places near a key then does not come between nodes that know each other."""
-MOST_ENTRANCES = 2
-LOOKED_AT = 4
-"""The number of peers that are examined for each record that is told, so that those that work are told first."""
-ALSO_TOLD = 3
-"""An own record is stored at so many of the peers that have answered, besides the nodes nearest to its key."""
 
 
 class Joined(Protocol):
@@ -162,15 +150,10 @@ class DhtDirectory:
     async def _introduce_itself(self) -> list[bool | BaseException]:
         """To the entrances, and where one of them answers to those near this node; what each entrance made of it."""
         asked = [self._node.ping(_peer(peer), introduce=not self._only_asks) for peer in self._entrances]
-        answers: list[bool | BaseException] = []
-        try:
-            async with asyncio.timeout(JOIN_SECONDS):
-                answers = await asyncio.gather(*asked, return_exceptions=True)
-                if True in answers:
-                    self._walker.forget()
-                    await self._walker.walk([self._node.node_id])
-        except TimeoutError:
-            logger.debug("entering the directory took more than %g s", JOIN_SECONDS)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        if True in answers:
+            self._walker.forget()
+            await self._walker.walk([self._node.node_id])
         return answers
 
     async def publish(self, record: PeerRecord, life: float) -> bool:
@@ -188,7 +171,7 @@ class DhtDirectory:
             for place in places:
                 self._records.forget(self._id_of(place).to_bytes(), own)
             last = 0.0
-        expires = max(self.now() + life, last + SMALLEST_EXTENSION)
+        expires = max(self.now() + life, last + 1.0 / TICKS)
         self._last_expiry[stage] = expires
         rows: list[tuple[Any, Stored]] = []
         for place in places:
@@ -197,10 +180,10 @@ class DhtDirectory:
             rows.append((key_id, Stored(key_id.to_bytes(), own, signed, expires)))
             self._intake.take(own, *rows[-1][1])
         try:
-            async with asyncio.timeout(WALK_SECONDS):
+            async with asyncio.timeout(QUESTION_SECONDS):
                 answers = await asyncio.gather(*(self._store(key_id, row) for key_id, row in rows))
         except TimeoutError:
-            logger.debug("publishing at stage %d took more than %g s", stage, WALK_SECONDS)
+            logger.debug("publishing at stage %d took more than %g s", stage, QUESTION_SECONDS)
             return False
         return any(answers)
 
@@ -218,7 +201,7 @@ class DhtDirectory:
         A node that stalls holds up nothing, and may take it later.
         """
         if not self._walker.near(key_id):
-            await self._walker.walk([key_id], self._also(ALSO_ASKED), records=False)
+            await self._walker.walk([key_id], self._also(), records=False)
 
         async def taken(peer: Any) -> bool:
             answer = await self._node.store(peer, [row])
@@ -226,7 +209,7 @@ class DhtDirectory:
                 self._walker.silent(peer)
             return answer is not None and any(answer)
 
-        peers = dict.fromkeys((*self._walker.near(key_id), *self._also(ALSO_TOLD)))
+        peers = dict.fromkeys((*self._walker.near(key_id), *self._also()))
         tasks = [asyncio.create_task(taken(peer), name="store a record") for peer in peers]
         for task in tasks:
             self._storing[task] = None
@@ -264,14 +247,14 @@ class DhtDirectory:
         All nodes near it are asked once in half a record's life, so that whatever those two leave out is found before
         its life ends. They are also asked if none of the two answers, or if this node sees nobody else.
         """
-        now, own, soon = self.now(), self._identity.peer_id, WALK_AGAIN * self._life
+        now, own, soon = self.now(), self._identity.peer_id, READ_AGAIN_AT_LAST * self._life
         alone = not any(peer != own for rows in self._view.stages for peer in rows)
         walked = () if alone else [key for key in keys if 0.0 <= now - self._walked_at.get(key, -math.inf) < soon]
         answered = await asyncio.gather(*map(self._walker.glance, walked))
         fresh = {key for key, found in zip(walked, answered, strict=True) if found}
         if due := [key for key in keys if key not in fresh]:
             self._walked_at |= dict.fromkeys(due, now)
-            await self._walker.walk(due, self._also(ALSO_ASKED))
+            await self._walker.walk(due, self._also())
 
     def _id_of(self, place: Place) -> Any:
         """The DHT's name of a key."""
@@ -300,9 +283,9 @@ class DhtDirectory:
             for peer, row in rows.items()
             if peer != self._identity.peer_id and row.expires > now and known.answers(peer)
         ]
-        some = self._rng.sample(others, min(LOOKED_AT * most, len(others)))
-        some.sort(key=lambda row: not known.works(row.peer))
-        return (*own, *some[: most - len(own)])
+        self._rng.shuffle(others)
+        others.sort(key=lambda row: not known.works(row.peer))
+        return (*own, *others[: most - len(own)])
 
     def _own_to_tell(self, now: float) -> list[SignedRecord]:
         """This node's own live record of each stage, the newest first, at one of its places."""
@@ -347,14 +330,17 @@ class DhtDirectory:
         await self._walker.close()
         await _leave(self._node)
 
-    def _also(self, most: int) -> list[Any]:
-        """Some peers of the view that have answered this node, and those that it entered by: a newcomer knows nobody
-        else."""
+    def _also(self) -> list[Any]:
+        """As many peers as hold a record, whatever their places: some of the view that have answered this node, and
+        some that it entered by.
+
+        A newcomer knows nobody else. A stranger that took all places near a key does not come between nodes that know
+        each other.
+        """
         known = {peer for rows in self._view.stages for peer in rows if self._peer_stats.answers(peer)}
         known.discard(self._identity.peer_id)
-        some = self._rng.sample(sorted(known), min(most, len(known)))
-        entrances = self._rng.sample(self._entrances, min(MOST_ENTRANCES, len(self._entrances)))
-        return [_peer(peer) for peer in dict.fromkeys((*some, *entrances))]
+        some = [self._rng.sample(peers, min(REPLICAS, len(peers))) for peers in (sorted(known), self._entrances)]
+        return [_peer(peer) for peer in dict.fromkeys(peer for peers in some for peer in peers)]
 
     async def _seek_a_lost_peer(self) -> None:
         """Ask for one that vanished: a node that fails to answer is dropped from the routes, and never asked again."""
@@ -411,7 +397,7 @@ def _whole(view: DirectoryView, as_of: DirectoryView) -> DirectoryView:
 
 async def _leave(node: DhtNode) -> None:
     try:
-        async with asyncio.timeout(WALK_SECONDS):
+        async with asyncio.timeout(QUESTION_SECONDS):
             await node.close()
     except (TimeoutError, OSError, P2PDaemonError):
         logger.debug("the DHT did not shut down in order")

@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +28,7 @@ from hivemind.utils.timed_storage import (  # pyright: ignore[reportMissingTypeS
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
-from noloco_node.directory.asked_key import AskedKey, pack_asked, unpack_asked
+from noloco_node.directory.asked_key import MOST_ASKED, AskedKey, pack_asked, unpack_asked
 from noloco_node.directory.store import Esteem, HeldRecord, RecordStore
 from noloco_node.directory.validator import (
     Intake,
@@ -38,28 +38,21 @@ from noloco_node.directory.validator import (
     unpack_one,
     unpacked_bytes,
 )
+from noloco_node.identity.keys import PEER_ID_BYTES
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import Budget, PeerBudgets
+from noloco_node.tallies import FEW_PEERS, Budget, PeerBudgets
+from noloco_node.transport.calls import QUESTION_SECONDS
 
 logger = logging.getLogger(__name__)
 
 _pb: Any = dht_pb2
 
 PING, STORE, FIND = "DHTProtocol.rpc_ping", "DHTProtocol.rpc_store", "DHTProtocol.rpc_find"
-RPC_SECONDS = 3.0
 BUCKET_SIZE, DEPTH_MODULO = 20, 5
 REPLICAS = 5
 """Records are stored at so many nodes nearest to their key."""
-MOST_ASKED = 256
-"""A request for records has at most so many keys, since a run has no more stages. Of records that a request brings so
-many are examined."""
-ROW_BYTES = 24
-"""A record takes so many bytes in an answer, beside its signer and what it signed."""
-ANSWER_BYTES = 256 << 10
-"""Records of one key take at most so many bytes in an answer."""
-ANSWERS_BYTES = 1 << 20
-"""Records of all keys take at most so many bytes in an answer: p2pd carries 4 MiB, and hivemind's handler breaks on
-more."""
+ANSWER_BYTES = 1 << 20
+"""Records take at most so many bytes in a message: p2pd carries 4 MiB, and hivemind's handler breaks on more."""
 ASKED_BYTES, ASKED_BYTES_A_SECOND = float(16 << 20), float(4 << 20)
 """One peer is given so many bytes of records in answers at once, and so many a second."""
 ASKED_TOGETHER: dict[bool, tuple[float, float]] = {
@@ -69,20 +62,8 @@ ASKED_TOGETHER: dict[bool, tuple[float, float]] = {
 """All peers together are given so many bytes of records at once, and so many a second. The first entry is for peers
 that have not answered this node, the second for those that have. A megabyte takes some seven milliseconds of its loop.
 Peers at work here have only their own budgets."""
-CHECKS_AT_A_STRETCH = 16
-"""The event loop has a turn after so many checked signatures."""
-MAX_PEER_ID_BYTES = 64
-MOST_CALL_BACKS = 64
-"""At most so many newcomers are called back at once, each one time. One that lets the call hang must not hold up
-anything else."""
-MAX_DICTIONARY_BYTES = 512 << 10
-"""Records of one key take at most so many bytes in a message from others."""
 ASKED_KEY_COST = float(16 << 10)
 """A look-up of a key for a peer costs so many bytes besides the records: it takes as long as packing so many."""
-LOOKED_AT_BYTES = 512
-"""Each record under a key costs at least so many bytes, whether it is in the answer or not."""
-MOST_PINGS = 8
-"""At most so many nodes of full buckets are asked at once whether they are still there."""
 
 Nearest = list[tuple[Any, Any]]
 """Node ids and peer ids as hivemind has them, the nearest first."""
@@ -170,9 +151,8 @@ class DhtNode:
         self.node_id: Any = node_id_of(self._p2p.peer_id)
         self.table: Any = BoundedTable(self.node_id, BUCKET_SIZE, DEPTH_MODULO)
         self._info: Any = _pb.NodeInfo(node_id=b"" if only_asks else self.node_id.to_bytes())
-        self._calls = asyncio.Semaphore(128)
+        self._calls = asyncio.Semaphore(FEW_PEERS)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._pings = 0
         self._calling_back: set[Any] = set()
         self._rested = 0
         self._answers = PeerBudgets[PeerId](ASKED_BYTES, ASKED_BYTES_A_SECOND, ambient.monotonic)
@@ -290,27 +270,25 @@ class DhtNode:
         self._met(context.remote_id, request.peer.node_id)
         response = _pb.FindResponse(results=[], peer=self._info)
         allowances = self._allowances(peer_name(context.remote_id))
-        left = ANSWERS_BYTES
+        left = ANSWER_BYTES
         for raw in request.keys[:MOST_ASKED]:
             result = _pb.FindResult(type=_pb.NOT_FOUND)
             if any(allowance.left <= 0.0 for allowance in allowances):
                 response.results.append(result)
                 continue
             asked = unpack_asked(raw)
-            looked_at = LOOKED_AT_BYTES * self._records.count(asked.key)
-            for allowance in allowances:
-                allowance.spend(ASKED_KEY_COST + looked_at)
+            records = self._records.live(asked.key, self._intake.now())
+            for allowance in allowances:  # each record costs its bytes, whether it is in the answer or not
+                allowance.spend(ASKED_KEY_COST + sum(len(held.signed) for held in records.values()))
             await asyncio.sleep(0)
-            rows = self._fitting(asked, min(left, ANSWER_BYTES))
+            rows = self._fitting(asked, records, left)
             if rows:
                 result.type, result.value = _pb.FOUND_DICTIONARY, pack_dictionary(rows)
-                for allowance in allowances:
-                    allowance.spend(max(0, len(result.value) - looked_at))
                 result.expiration_time = max(expires for _, _, expires in rows)
                 left -= len(result.value)
             if len(asked.key) == DHTID.HASH_NBYTES and asked.neighbours:
                 key, asker = DHTID.from_bytes(asked.key), node_id_of(context.remote_id)
-                for node_id, peer in self.nearest(key, asked.neighbours, exclude=asker):
+                for node_id, peer in self.nearest(key, min(asked.neighbours, BUCKET_SIZE), exclude=asker):
                     result.nearest_node_ids.append(node_id.to_bytes())
                     result.nearest_peer_ids.append(peer.to_bytes())
             response.results.append(result)
@@ -321,16 +299,18 @@ class DhtNode:
         standing, own = self._records.standing(peer), self._answers.of(peer)
         return [own] if standing >= Esteem.WORKS else [own, self._answers_together[standing >= Esteem.KNOWN]]
 
-    def _fitting(self, asked: AskedKey, most_bytes: int) -> list[tuple[str, bytes, float]]:
+    def _fitting(
+        self, asked: AskedKey, records: Mapping[PeerId, HeldRecord], most_bytes: int
+    ) -> list[tuple[str, bytes, float]]:
         now, own = self._intake.now(), peer_name(self._p2p.peer_id)
 
         def lacked(signer: str, held: HeldRecord) -> bool:
             return signer == own or asked.wants(signer, held.expires)
 
-        lacking = [row for row in self._records.live(asked.key, now).items() if lacked(*row)]
+        lacking = [row for row in records.items() if lacked(*row)]
         rows: list[tuple[str, bytes, float]] = []
         for signer, held in self._records.best_first(lacking, now):
-            most_bytes -= len(held.signed) + len(signer) + ROW_BYTES
+            most_bytes -= len(held.signed) + len(signer)
             if most_bytes < 0:
                 break
             rows.append((signer, held.signed, held.expires))
@@ -344,7 +324,7 @@ class DhtNode:
     async def _asked(self, peer: Any, name: str, request: Any, answer: Any) -> Any:
         """The answer; None, and the peer is no longer in the routing table, where there is none."""
         try:
-            async with asyncio.timeout(RPC_SECONDS):
+            async with asyncio.timeout(QUESTION_SECONDS):
                 return await self._p2p.call_protobuf_handler(peer, name, request, answer)
         except (P2PDaemonError, P2PHandlerError, DecodeError, OSError, TimeoutError) as error:
             logger.debug("%s of %s came to nothing: %r", name, peer, error)
@@ -369,18 +349,18 @@ class DhtNode:
             return False
         to_ask: Any = self.table.add_or_update_node(node_id, peer)
         if to_ask is not None:
-            self._spawn(self._ask_whether_there(to_ask[1]))
+            self._spawn(self.ping(to_ask[1]))
         return True
 
     async def _call_back(self, peer: Any) -> bool:
         """Tell whether a peer that asks for it can be reached, as far as is known.
 
-        If too many others are being called back, nothing speaks against it. Otherwise peers that let these calls hang
-        would turn every newcomer away.
+        Each is called back one time, and at most `FEW_PEERS` at once. Beyond that nothing speaks against it: peers that
+        let these calls hang would otherwise turn every newcomer away.
         """
         if peer in self._calling_back:
             return False
-        if len(self._calling_back) >= MOST_CALL_BACKS:
+        if len(self._calling_back) >= FEW_PEERS:
             return True
         self._calling_back.add(peer)
         try:
@@ -390,26 +370,18 @@ class DhtNode:
         finally:
             self._calling_back.discard(peer)
 
-    async def _ask_whether_there(self, peer: Any) -> None:
-        if self._pings < MOST_PINGS:
-            self._pings += 1
-            try:
-                await self.ping(peer)
-            finally:
-                self._pings -= 1
-
     def _true_neighbours(self, result: Any) -> Nearest:
         """The nodes of an answer with the ids of their peers, at most as many as a bucket holds."""
         true: Nearest = []
         for claimed, raw in zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False):
             if len(true) >= BUCKET_SIZE:
                 break
-            if len(raw) <= MAX_PEER_ID_BYTES and claimed == _node_id(raw).to_bytes():
+            if len(raw) <= PEER_ID_BYTES and claimed == _node_id(raw).to_bytes():
                 true.append((_node_id(raw), _peer_of(raw)))
         return [(node_id, peer) for node_id, peer in true if node_id != self.node_id]
 
     async def _breathe(self) -> None:
-        if self._intake.checked - self._rested >= CHECKS_AT_A_STRETCH:
+        if self._intake.checked > self._rested:  # a checked signature takes a tenth of a millisecond
             self._rested = self._intake.checked
             await asyncio.sleep(0)
 
@@ -420,7 +392,7 @@ class DhtNode:
 
 
 def _rows_of(value: bytes) -> list[tuple[object, object, object]]:
-    return unpack_dictionary(value) if len(value) <= MAX_DICTIONARY_BYTES else []
+    return unpack_dictionary(value) if len(value) <= 2 * ANSWER_BYTES else []
 
 
 def _offered(subkey: bytes, value: bytes, expires: float) -> list[tuple[object, object, object]]:

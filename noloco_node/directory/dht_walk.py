@@ -16,29 +16,20 @@ from typing import Any
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.directory.dht_node import BUCKET_SIZE, REPLICAS, DhtNode, Nearest, node_id_of
+from noloco_node.directory.records import REFRESH_SECONDS
+from noloco_node.peers.scorecard import ANSWER_SECONDS
 from noloco_node.tallies import NO_REST, Doubling, PeerTable, Rest
 
-WALK_SECONDS = 5.0
-STRANGERS_SECONDS = 2.0
-"""A walk waits so many seconds for nodes that did not answer when they were asked last, or never were."""
 PATIENCE = 0.1
-"""A walk waits at most so many record lives for nodes that stall, and half as long before it asks a second holder. A
-walk that nobody answers takes no more than `WALK_PATIENCE`, or views would empty if records are short-lived."""
-WALK_PATIENCE = 0.25
-MOST_INTRODUCED = 40
+"""A walk waits at most so many record lives for nodes that stall, half as long before it asks a second holder, and
+twice as long if nobody answers. Otherwise views would empty if records are short-lived."""
+MOST_INTRODUCED = 2 * BUCKET_SIZE
 """One walk asks at most so many nodes on the word of others."""
 MOST_BY_ONE = MOST_INTRODUCED // 5
 """One walk asks at most so many nodes on the word of one."""
 PAUSES = Doubling(5.0, 300.0)
 GLANCED = 2
 """The number of nodes that are asked for one key between two walks."""
-SECOND_SECONDS = 0.5
-"""A look waits so many seconds for the first of several holders before it asks the others beside it."""
-FEW_NEIGHBOURS = 8
-"""A node names so many neighbours of each key in its answer if the nearest to it are known."""
-HOLDERS_SECONDS = 60.0
-"""After so many seconds the nodes nearest to a bucket's key are sought anew. The former ones are gone in the end, and
-others have come between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +74,8 @@ class Walker:
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for a node that stalls."""
-        return min(STRANGERS_SECONDS, PATIENCE * self.life)
+        """Seconds to wait for a node that stalls: one that did not answer when it was asked last, or never was."""
+        return min(REFRESH_SECONDS, PATIENCE * self.life)
 
     async def walk(self, keys: Sequence[Any], also: Sequence[Any] = (), *, records: bool = True) -> None:
         """Ask the nodes near the keys, and the peers in `also` whatever their places, until nobody nearer turns up.
@@ -94,7 +85,7 @@ class Walker:
         walk = _Walk(tuple(keys), {key: {node_id: peer for node_id, peer in self._node.nearest(key)} for key in keys})
         walk.records = records
         if all(map(self.near, keys)):
-            walk.neighbours = FEW_NEIGHBOURS
+            walk.neighbours = REPLICAS
         first: dict[Any, list[Any]] = {}
         for key, nodes in walk.candidates.items():
             for peer in nodes.values():
@@ -103,10 +94,9 @@ class Walker:
         for peer, wanted in first.items():
             self._ask(walk, peer, wanted)
         started = self._clock()
-        longest = min(WALK_SECONDS, WALK_PATIENCE * self.life)
         try:
             while waiting := self._waited_for(walk, self._clock() - started):
-                left = started + longest - self._clock()
+                left = started + 2.0 * self.patience - self._clock()
                 if left <= 0:
                     break
                 patience = min(left, max(0.01, started + self.patience - self._clock()) if walk.answered else left)
@@ -122,8 +112,7 @@ class Walker:
         """Ask one of the nodes nearest to a key, and soon up to `most` in all for what that did not have."""
         walk, began, near = _Walk((key,), {key: {}}, over=True, neighbours=0), self._clock(), self.near(key)
         drawn = self._rng.sample(near, min(most, len(near)))
-        soon = min(SECOND_SECONDS, self.patience / 2.0)
-        for until, turn in ((soon, slice(0, 1)), (self.patience, slice(1, None))):
+        for until, turn in ((self.patience / 2.0, slice(0, 1)), (self.patience, slice(1, None))):
             for peer in drawn[turn]:
                 self._ask(walk, peer, [key])
             if walk.tasks:
@@ -131,9 +120,9 @@ class Walker:
         return walk
 
     def near(self, key: Any) -> tuple[Any, ...]:
-        """The nearest to a key that answered in its last walk, unless that is too long ago."""
+        """The nearest to a key that answered in its last walk, unless others may have come between since."""
         near = self._near.get(key)
-        return near.nodes if near is not None and self._clock() - near.at < HOLDERS_SECONDS else ()
+        return near.nodes if near is not None and self._clock() - near.at < ANSWER_SECONDS else ()
 
     async def glance(self, key: Any) -> bool:
         """Ask two nodes that hold a key's records, the second for what the first did not have; True if one answered.

@@ -20,7 +20,7 @@ from noloco_node.aio import Pulse, some_at_a_time
 from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.bootstrap.hello import ask_hello
 from noloco_node.directory.live_estimate import is_there
-from noloco_node.directory.records import Directory, PeerRecord, PeerState
+from noloco_node.directory.records import REFRESH_SECONDS, Directory, PeerRecord, PeerState
 from noloco_node.directory.records_call import FEW_TOLD, MOST_TOLD, tell
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import ANSWER_SECONDS, PeerStats
@@ -29,14 +29,9 @@ from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
 
-STRANGERS_SECONDS = 3.0
-"""A sweep waits at most so many seconds for peers it knows nothing of, once somebody is there. A crowd of ghosts must
-not hold up a start."""
-ASK_AGAIN = 0.8
-"""A peer that answers is asked again only after about so many record lives, unless it falls silent. It takes longer if
-the peer called or worked with this node meanwhile."""
 LONGEST_QUIET = 0.6 * ANSWER_SECONDS
-"""A peer that answers is asked again after at most so many seconds, or its answer would no longer count."""
+"""A peer that answers is asked again after about a record's life, but at most so many seconds, or its answer would no
+longer count. It takes longer if the peer called or worked with this node meanwhile."""
 ASK_FOR_RECORD = 0.3
 """A peer is asked for a newer record if less than this part of its record's life is left, since the DHT brings none. It
 is also the part of a life between two such calls, and between calls to a peer that answers and has no record."""
@@ -170,8 +165,8 @@ class HealthChecks:
         returns at once.
 
         The initial peers and those that have answered this node come first, then the peers that they name. All others
-        share `STRANGERS_SECONDS` if somebody is there by then. Of these, peers that were silent before are asked only
-        if nobody is there.
+        share `REFRESH_SECONDS` if somebody is there by then: a crowd of ghosts must not hold up a start. Of
+        these, peers that were silent before are asked only if nobody is there.
         """
         if self._running:
             return
@@ -194,7 +189,7 @@ class HealthChecks:
         since = loop.time()
 
         def until() -> float:
-            return min(began + seconds, since + STRANGERS_SECONDS) if self._found else began + seconds
+            return min(began + seconds, since + REFRESH_SECONDS) if self._found else began + seconds
 
         await self._ask_in_turn(self._drawn(fresh, len(fresh)), until)
         if not self._found:
@@ -307,8 +302,8 @@ class HealthChecks:
         finally:
             asked.under_way = False
         if answered:
-            again = ASK_FOR_RECORD if asked.record is None else ASK_AGAIN
-            asked.in_vain, wait = 0, min(LONGEST_QUIET, self._life * again)
+            again = self._life if asked.record is not None else ASK_FOR_RECORD * self._life
+            asked.in_vain, wait = 0, min(LONGEST_QUIET, again)
         else:
             longest = self._life if self._known.met(peer) else PAUSES.longest
             wait = min(longest, PAUSES.after(asked.in_vain))

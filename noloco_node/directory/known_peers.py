@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 MOST_PEERS = 32
 LOOKS_BETWEEN = 30
 """All addresses are asked for again after so many looks, since peers may have moved."""
-MAX_FILE_BYTES = 256 * 1024
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,128}$")]
 """A peer id as the file has it: it is shown to a person."""
@@ -181,8 +180,6 @@ class KnownPeers:
 
     def _load(self) -> None:
         try:
-            if self._path.stat().st_size > MAX_FILE_BYTES:
-                raise ValueError("it is too large")
             parsed = _File.model_validate(json.loads(self._path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return

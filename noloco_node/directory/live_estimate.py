@@ -18,18 +18,16 @@ from noloco_node import ambient
 from noloco_node.directory.records import DirectoryView, PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import PeerStats
-from noloco_node.tallies import QUIET_PAUSES, PeerTable
+from noloco_node.tallies import QUIET_PAUSES, RECENT, PeerTable
+from noloco_node.telemetry.node_state import FEW_STEPS
 
 PRIOR = 3.0
-"""The number of stage peers that are taken to have worked at a common start, before any has been asked."""
-SAMPLE = 16
-"""After so many asks nothing of that is left."""
+"""The number of stage peers that are taken to have worked at a common start, before any has been asked. After `RECENT`
+asks nothing of that is left."""
 WORK_AN_ASK = 0.25
 """At least this share of honest peers comes to work in the window in which they are asked."""
 WELCOME_SHARE = 0.25
 """Newcomers that answer count up to this share of the peers that have shown work, and at least one."""
-STILL_STEPS = 8
-"""A stage peer whose clock stands still for so many inner steps of this replica does not train."""
 
 
 @dataclass(slots=True)
@@ -79,7 +77,7 @@ def proven_share(asks: int, worked: int) -> float:
 
     It follows from so many `asks` for work of their like, of which so many `worked`.
     """
-    prior = PRIOR * max(0.0, 1.0 - asks / SAMPLE)
+    prior = PRIOR * max(0.0, 1.0 - asks / RECENT)
     expected = max(float(worked), WORK_AN_ASK * asks)
     return (worked + prior) / (expected + prior) if worked + prior else 0.0
 
@@ -170,4 +168,4 @@ class LiveReplicaEstimate:
         """Whether its clock has not moved though there was time for it, by the last look: after that no record was read
         that could say so."""
         paused, steps = self._looked_at - seen.moved_at, self._own_steps - seen.moved_step
-        return steps >= STILL_STEPS and paused >= max(self._still_seconds, QUIET_PAUSES * seen.pause)
+        return steps >= FEW_STEPS and paused >= max(self._still_seconds, QUIET_PAUSES * seen.pause)

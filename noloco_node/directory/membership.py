@@ -19,6 +19,7 @@ from noloco_node.ambient import SOON_SECONDS
 from noloco_node.directory.live_estimate import LiveReplicaEstimate, is_there, seen_there, unasked
 from noloco_node.directory.records import (
     NOTHING_SHOWN,
+    REFRESH_SECONDS,
     SERVING,
     WITHDRAWAL_SECONDS,
     Directory,
@@ -61,9 +62,6 @@ class DuplicateIdentityWatch:
     def _is_anothers(self, row: LiveRecord, last: int) -> bool:
         arrives = row.record.state in (PeerState.JOINING, PeerState.GONE)
         return not arrives and row.expires > self._oldest and not self._first < row.record.sequence <= last
-
-
-REFRESH_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,6 +254,12 @@ class Directory(Protocol):
         ...
 
 
+REFRESH_SECONDS = 2.0
+"""The directory is read every so many seconds, or more often where records live shorter. A look that finds somebody
+waits at most as long for nodes that stall."""
+MAX_LIFE_SECONDS = 3600.0
+"""A record that claims to live more than so many seconds from now is not held: its owner could never leave. Each node
+reads level 0 of a large stage as often."""
 WITHDRAWAL_SECONDS = 5.0
 """A withdrawal lives so many seconds longer than a record, or earlier ones would come back to life."""
 FIRST_LOOK_SECONDS = 10.0

@@ -16,7 +16,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from noloco_node import PROTOCOL_VERSION, ambient
 from noloco_node.directory.buckets import MOST_LEVEL
-from noloco_node.directory.records import Directory, SignedRecord
+from noloco_node.directory.records import FIRST_LOOK_SECONDS, Directory, SignedRecord
 from noloco_node.directory.validator import MAX_SIGNED_BYTES
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.tallies import PeerTimes
@@ -31,9 +31,6 @@ once."""
 FEW_TOLD = 1
 """The number of records told to a peer that has said before what it serves: the own one, which goes from either to the
 other each time. It hears of others by the DHT and by all the peers that call it."""
-ALL_AGAIN_SECONDS = 10.0
-"""A peer that never says what it serves is told a full message at most once in so many seconds. Otherwise it would get
-a hundred times the bytes that it sends, for as long as it likes."""
 MAX_SIGNED_TEXT = 4 * (-(-MAX_SIGNED_BYTES // 3))
 """The longest signed text, in characters of base64."""
 
@@ -97,6 +94,8 @@ def serve_records(
     one that this node serves when it is asked."""
 
     told_all = PeerTimes[PeerId]()
+    # A peer that never says what it serves is told a full message once in a newcomer's first look. Otherwise it would
+    # get a hundred times the bytes that it sends, for as long as it likes.
 
     def to_be_told(peer: PeerId, wanted: int) -> int:
         wanted = min(wanted, MOST_TOLD)
@@ -106,7 +105,7 @@ def serve_records(
         told_all.expire(now)
         if told_all.holds(peer, now):
             return FEW_TOLD
-        told_all[peer] = now + ALL_AGAIN_SECONDS
+        told_all[peer] = now + FIRST_LOOK_SECONDS
         return wanted
 
     async def handle(peer: PeerId, told: RecordsMessage) -> RecordsMessage:

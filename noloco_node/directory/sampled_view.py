@@ -20,6 +20,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.directory.buckets import (
     HELD,
     Place,
@@ -32,25 +33,25 @@ from noloco_node.directory.buckets import (
     levels_to_write,
     prefix_of,
 )
-from noloco_node.directory.records import DirectoryView, LiveRecord, Scale
+from noloco_node.directory.records import MAX_LIFE_SECONDS, DirectoryView, LiveRecord, Scale
 from noloco_node.identity.peer_id import PeerId
 
-ROOT_AGAIN = 1.5
-"""Level 0 of a stage that lies one level above it is read every so many record lives. The interval doubles for each
-further level, so that the key is read equally often however many nodes read it."""
-ROOT_SECONDS = 3600.0
-"""Every node reads level 0 after so many seconds: two large swarms that meet may lie far apart."""
 NEXT_LOOK = 0.1
 """A record of a sample must still live for this part of a record's life. Records that end before the next look would be
 missing from what stands for the stage."""
-USUAL_LIFE = 20.0
+USUAL_LIFE = LimitsSpec().record_seconds
+"""Seconds that a record lives until this node publishes one."""
 
 _Rows = Mapping[PeerId, LiveRecord]
 
 
 def root_again(level: int, life: float) -> float:
-    """Seconds between two looks at level 0 of a stage that lies at a level above it, where records live so long."""
-    return min(ROOT_SECONDS, ROOT_AGAIN * life * (1 << (level - 1)))
+    """Seconds between two looks at level 0 of a stage that lies at a level above it, where records live so long.
+
+    They double with each level, so that the key is read equally often however many nodes read it. They have a bound:
+    two large swarms that meet may lie far apart.
+    """
+    return min(MAX_LIFE_SECONDS, life * (1 << level))
 
 
 @dataclass(slots=True)
@@ -85,11 +86,11 @@ class _Stage:
 
 
 class SampledView:
-    """One node's. `life` is that of a record, in seconds, until it publishes one."""
+    """One node's."""
 
-    def __init__(self, stages: int, rng: random.Random, life: float = USUAL_LIFE) -> None:
+    def __init__(self, stages: int, rng: random.Random) -> None:
         self._stages = [_Stage(StageLevel(rng)) for _ in range(stages)]
-        self._life = life
+        self._life = USUAL_LIFE
 
     def level_of(self, stage: int) -> StageLevel:
         """What is known of a stage's buckets."""

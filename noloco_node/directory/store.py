@@ -20,7 +20,8 @@ from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.directory.buckets import CROWDED
 from noloco_node.directory.records import PeerRecord
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.scorecard import SILENCES_TOLERATED, PeerStats
+from noloco_node.peers.scorecard import ANSWER_SECONDS, SILENCES_TOLERATED, PeerStats
+from noloco_node.tallies import EXAMINED
 
 T = TypeVar("T")
 
@@ -31,10 +32,6 @@ MOST_HEARSAY = CROWDED
 may be read from one of its holders alone, which brings as many as show that it is crowded."""
 MOST_IN_ALL = 32 * MOST_RECORDS
 """At most so many records are held, of the stages of all runs: a seed holds those of other people's."""
-REGULAR_SECONDS = 60.0
-"""A peer that has brought its own record for so many seconds, again and again, is known by that."""
-SAMPLED = 32
-"""The number of places that are examined for one to give up."""
 
 
 class Esteem(IntEnum):
@@ -164,7 +161,8 @@ class RecordStore:
         known = self._esteem(signer)
         if known >= Esteem.KNOWN or held.first_direct is None:
             return known
-        regular = held.last_direct - held.first_direct >= REGULAR_SECONDS and now - held.last_direct < REGULAR_SECONDS
+        # A peer that has brought its own record for as long as an answer counts, again and again, is known by that.
+        regular = held.last_direct - held.first_direct >= ANSWER_SECONDS and now - held.last_direct < ANSWER_SECONDS
         return Esteem.KNOWN if regular else Esteem.DIRECT
 
     def standing(self, peer: PeerId) -> Esteem:
@@ -257,7 +255,7 @@ class RecordStore:
 
     def _sampled(self, among: Iterable[T]) -> list[T]:
         every = list(among)
-        return self._rng.sample(every, min(SAMPLED, len(every)))
+        return self._rng.sample(every, min(EXAMINED, len(every)))
 
     def _drop_all_ended(self, now: float) -> None:
         """Looks at everything, so not at every record of a flood."""

@@ -27,14 +27,12 @@ from noloco_node import ambient
 from noloco_node.directory.asked_key import KEY_BYTES
 from noloco_node.directory.buckets import MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.records import PeerRecord, SignedRecord
-from noloco_node.directory.store import Esteem, HeldRecord, NoRoom, RecordStore
+from noloco_node.directory.store import MOST_RECORDS, Esteem, HeldRecord, NoRoom, RecordStore
 from noloco_node.identity.keys import PUBLIC_KEY_BYTES, Identity, peer_id_of, verify
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.tallies import Budget, PeerBudgets, PeerTable
 
 DICTIONARY_CODE = 0x50
-MOST_ROWS = 1024
-"""At most so many rows of a dictionary are examined; an honest one has fewer."""
 
 _msgpack: Any = msgpack
 
@@ -72,7 +70,7 @@ def unpack_dictionary(data: bytes) -> list[tuple[object, object, object]]:
         return []
     items = cast("list[object]", parts)[2]
     rows: list[tuple[object, object, object]] = []
-    for item in cast("list[object]", items)[:MOST_ROWS] if isinstance(items, list) else []:
+    for item in cast("list[object]", items)[:MOST_RECORDS] if isinstance(items, list) else []:
         if isinstance(item, list) and len(cast("list[object]", item)) == 3:
             signer, value, expires = cast("list[object]", item)
             rows.append((signer, unpacked_bytes(value), expires))
@@ -107,12 +105,8 @@ MAX_RECORD_BYTES = 1664
 if it reads blocks of as many sources as a mixture may have, and holds as many of each as it may."""
 MAX_SIGNED_BYTES = MAX_RECORD_BYTES + PUBLIC_KEY_BYTES + 520
 """The most bytes of a signed record, with the longest key and signature around it; their sizes are fixed."""
-MAX_UNKNOWN_FIELDS = 4
-"""A record may have so many fields of newer versions; padding has no other place."""
 MAX_EXPIRY = float(1 << 40)
 """No honest record reaches so many seconds since 1970. The bound keeps arithmetic with expiries harmless."""
-CACHED_VERDICTS = 8192
-"""The number of latest verdicts that are kept: more than a node reads records before it reads one again."""
 
 _DOMAIN = b"noloco directory record 1\0"
 _LENGTHS = struct.Struct(">BHH")
@@ -150,7 +144,7 @@ class RecordValidator:
         self._any_key = run_id is None
         self._run_id = "" if run_id is None else run_id
         self._stages = stages
-        self._verdicts = PeerTable[bytes, PeerRecord | None](CACHED_VERDICTS)
+        self._verdicts = PeerTable[bytes, PeerRecord | None]()
 
     def read(self, key: bytes, signer: str, signed: bytes, expires: float) -> PeerRecord | None:
         """The record, if it is exactly what its owner signed for this place; None otherwise. Never raises."""
@@ -202,10 +196,7 @@ def _record_of(payload: bytes, peer: str) -> PeerRecord:
     parsed: object = from_json(payload, allow_inf_nan=False)
     if not isinstance(parsed, dict):
         raise ValueError("it is no JSON object")
-    fields = cast("dict[str, object]", parsed)
-    if len(fields.keys() - PeerRecord.model_fields.keys()) > MAX_UNKNOWN_FIELDS:
-        raise ValueError("too many fields that are not known")
-    return PeerRecord.model_validate({"peer_id": peer} | fields)
+    return PeerRecord.model_validate({"peer_id": peer} | cast("dict[str, object]", parsed))
 
 
 def _place(key: bytes, subkey: str, expires: float) -> bytes:

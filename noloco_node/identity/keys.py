@@ -31,7 +31,9 @@ PUBLIC_HEAD, PRIVATE_HEAD = b"\x08\x01\x12\x20", b"\x08\x01\x12\x40"
 """libp2p's protobuf messages of an Ed25519 key begin so: its type, and the number of bytes that follow. They are 32 of
 the public key, or 32 of the seed and those. Importing hivemind's code for it takes seconds."""
 SEED_BYTES = 32
-PUBLIC_KEY_BYTES = len(PUBLIC_HEAD) + 32
+PUBLIC_KEY_BYTES = len(PUBLIC_HEAD) + SEED_BYTES
+PEER_ID_BYTES = 2 + PUBLIC_KEY_BYTES
+"""A peer id is the identity multihash of its public key."""
 BACKUP_LABEL = b"-----BEGIN ENCRYPTED PRIVATE KEY-----"
 BACKUP_OWNER = b"noloco-node identity "
 """The line above the label begins so and goes on with the peer id. Other tools skip it (RFC 7468, section 2)."""

@@ -14,9 +14,10 @@ from noloco_node import ambient
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.health_checks import HealthChecks
-from noloco_node.directory.membership import REFRESH_SECONDS, Membership
+from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import (
     FIRST_LOOK_SECONDS,
+    REFRESH_SECONDS,
     SERVING,
     Directory,
     DirectoryView,

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from noloco_node import ambient
 from noloco_node.bootstrap.hello import Hello, hello_or_none
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.membership import REFRESH_SECONDS
-from noloco_node.directory.records import Directory, LiveRecord, PeerRecord
+from noloco_node.directory.records import REFRESH_SECONDS, Directory, LiveRecord, PeerRecord
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.addresses import parse_address
 from noloco_node.identity.peer_id import PeerId

@@ -22,7 +22,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four records a bucket, and more than four are many."""
     monkeypatch.setattr(buckets, "TARGET", 4)
     monkeypatch.setattr(buckets, "READ_AGAIN", 0.0)
-    monkeypatch.setattr(buckets, "SAMPLED_AGAIN", 0.0)
+    monkeypatch.setattr(buckets, "READ_AGAIN_AT_LAST", 0.0)
 
 
 async def swarm_of(many: int) -> list[Member]:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from noloco_node.directory.live_estimate import STILL_STEPS, LiveReplicaEstimate, count, proven_share
+from noloco_node.directory.live_estimate import LiveReplicaEstimate, count, proven_share
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import ASKS_ALLOWED, FAILURE_ASKS, PeerStats
 from tests.worlds import record_of
@@ -186,7 +186,7 @@ def test_a_hung_replica_leaves_within_a_records_life_and_a_slow_one_stays() -> N
     assert stage.replicas == 3, "the way was closed: nobody trained"
     for _ in range(4):
         stage.move(slow)
-        stage.look(LIFE / 4, steps=STILL_STEPS // 4)
+        stage.look(LIFE / 4, steps=2)
     assert stage.replicas == 2
     assert (stage.heads.works(hung), stage.heads.works(slow)) == (False, True)
     stage.move(hung)

@@ -15,7 +15,7 @@ from noloco_node.directory import store as record_store
 from noloco_node.directory import validator
 from noloco_node.directory.asked_key import KEY_BYTES
 from noloco_node.directory.records import PeerRecord, PeerState
-from noloco_node.directory.store import MOST_HEARSAY, REGULAR_SECONDS, SAMPLED, Esteem, HeldRecord, NoRoom, RecordStore
+from noloco_node.directory.store import MOST_HEARSAY, Esteem, HeldRecord, NoRoom, RecordStore
 from noloco_node.directory.validator import (
     CHECKS_A_SECOND,
     CHECKS_AT_ONCE,
@@ -27,6 +27,8 @@ from noloco_node.directory.validator import (
     sign_record,
 )
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.scorecard import ANSWER_SECONDS
+from noloco_node.tallies import EXAMINED
 from noloco_node.telemetry.events import Strangers
 from noloco_node.telemetry.metrics import Metrics
 from tests.inside import rows_of
@@ -215,10 +217,10 @@ def test_a_newcomer_that_renews_is_seen_most_of_the_time_beside_a_flood_of_new_k
         if second % 7 == 0:
             store.put(KEY, PeerId("newcomer"), held("newcomer", 1e9 + second), float(second))
         seen += "newcomer" in names(store, float(second))
-        later += second >= REGULAR_SECONDS + 10 and "newcomer" in names(store, float(second))
+        later += second >= ANSWER_SECONDS + 10 and "newcomer" in names(store, float(second))
     assert len(store) == 64
     assert seen > 0.8 * 180
-    assert later > 0.95 * (180 - REGULAR_SECONDS - 10)
+    assert later > 0.95 * (180 - ANSWER_SECONDS - 10)
 
 
 def test_a_seed_keeps_the_records_of_runs_beside_keys_without_number() -> None:
@@ -287,7 +289,7 @@ def test_a_peer_that_brings_many_again_and_again_costs_little() -> None:
         for number in range(400):
             store.put(KEY, PeerId(f"peer-{number}"), held("storer", 1e6), float(time))
     assert len(store) <= MOST_HEARSAY + 1
-    assert looks <= 10 * 400 * (SAMPLED + 1)
+    assert looks <= 10 * 400 * (EXAMINED + 1)
 
 
 class Desk:

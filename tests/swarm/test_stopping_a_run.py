@@ -14,7 +14,7 @@ from hivemind.proto import dht_pb2
 
 from noloco_node.averaging.session import LEAVE, PROPOSE, LeaveExchange, Proposal
 from noloco_node.bootstrap.hello import serve_hello
-from noloco_node.directory.dht_node import MOST_CALL_BACKS, node_id_of
+from noloco_node.directory.dht_node import node_id_of
 from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.records import PeerRecord
 from noloco_node.directory.records_call import serve_records
@@ -22,7 +22,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import WORK_SECONDS, PeerStats
 from noloco_node.pipeline.admission import MicrobatchLimiter
 from noloco_node.simulator.loop import in_virtual_time
-from noloco_node.tallies import MOST_PEERS
+from noloco_node.tallies import FEW_PEERS, MOST_PEERS
 from noloco_node.transport.calls import call
 from noloco_node.transport.errors import Refused
 from noloco_node.transport.interface import TransportLimits
@@ -85,7 +85,7 @@ async def test_call_backs_that_hang_turn_no_newcomer_away() -> None:
         await free.wait()
         return dht_pb2.PingResponse()
 
-    strangers = [MemoryP2P(network, throw_away_key().peer_id) for _ in range(MOST_CALL_BACKS)]
+    strangers = [MemoryP2P(network, throw_away_key().peer_id) for _ in range(FEW_PEERS)]
     pings: list[asyncio.Task[Any]] = []
     for stranger in strangers:
         await stranger.add_protobuf_handler(PING, hang, dht_pb2.PingRequest)
@@ -93,7 +93,7 @@ async def test_call_backs_that_hang_turn_no_newcomer_away() -> None:
         request = dht_pb2.PingRequest(peer=info, validate=True)
         call = stranger.call_protobuf_handler(first.p2p.peer_id, PING, request, dht_pb2.PingResponse)
         pings.append(asyncio.create_task(call))
-    await eventually(lambda: len(asked) == MOST_CALL_BACKS)
+    await eventually(lambda: len(asked) == FEW_PEERS)
     newcomer = await Member(network).join(DHT_RUN, 1, first.peer)
     assert first.peer in newcomer.directory.neighbours()
     free.set()
