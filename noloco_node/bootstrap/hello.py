@@ -14,7 +14,7 @@ from pydantic import Field
 from noloco_node import PROTOCOL_VERSION, __version__, ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError, version_remedy
-from noloco_node.identity.addresses import parse_address
+from noloco_node.identity.addresses import REACH_SECONDS, parse_address
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.telemetry.events import Evaluation
 from noloco_node.transport.calls import NOTHING, Method, Nothing, call, on
@@ -98,7 +98,7 @@ def held_out_loss(last: Evaluation | None) -> HeldOutLoss | None:
     return HeldOutLoss(loss=last.loss, clock=last.clock)
 
 
-async def ask_hello(transport: Transport, peer: PeerId, limit: float = 10.0) -> Hello:
+async def ask_hello(transport: Transport, peer: PeerId, limit: float = REACH_SECONDS) -> Hello:
     """What a peer says of itself, within `limit` seconds. Raises Refused or TransportError where it says nothing of
     use."""
     return await call(transport, peer, HELLO, NOTHING, seconds=limit)

@@ -8,14 +8,16 @@ import asyncio
 import ipaddress
 import logging
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from noloco_node.ambient import SOON_SECONDS
 from noloco_node.bootstrap.reachability import (
+    AGREED,
     MAX_PORTS,
-    MISSES,
+    MOST_ASKED,
     PEER_SECONDS,
     Dialled,
     HostPort,
@@ -29,23 +31,19 @@ from noloco_node.bootstrap.reachability import (
     hosts_of,
     is_elsewhere,
     judge,
-    may_change,
     network_of,
     next_step,
 )
-from noloco_node.identity.addresses import PeerAddress, Reach, dialable, parse_address, reach_of
+from noloco_node.identity.addresses import REACH_SECONDS, PeerAddress, Reach, dialable, parse_address, reach_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay_places import MOST_RELAYS, ask_for_place, circuit_address
-from noloco_node.tallies import Doubling, PeerTimes
+from noloco_node.tallies import NO_REST, Doubling, PeerTimes
 from noloco_node.transport.errors import Refused, TransportError
 from noloco_node.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
-MOST_ASKED = 4
-"""At most so many peers are asked to dial at once, of as many networks as there are."""
-MOST_OF_THE_ONLY_NETWORK = 2
 MOST_ASKED_TO_RELAY = 2 * MOST_ASKED
 LOOK_SECONDS = 300.0
 """Seconds between two looks while all is well."""
@@ -56,12 +54,6 @@ REMEDY = (
     "others wait for its calls: open the port in the firewall or forward it in the router (docker run -p), tell others "
     "another one with --announce HOST:PORT, or join by a seed that was started with --relay-for-others"
 )
-LOOKS_FOR_RELAYS = 6
-"""After so many looks in vain, about half an hour, relays are let go of, and a router is asked for the port again."""
-LOST_SECONDS = 25.0
-"""All relays are given so many seconds to come back before others are looked for."""
-MAP_SECONDS = 8.0
-"""At the start a router is given so many seconds to open a port that it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +86,7 @@ class ReachWatch:
         self._rng = rng
         self._asked = PeerTimes[PeerId]()
         self._announced: HostPort | None = None
-        self._changes: list[float] = []
+        self._changed = NO_REST
         self._misses = 0
         self._lost: bool = False
         self._unsettled = 0
@@ -113,7 +105,7 @@ class ReachWatch:
         if not any(is_elsewhere(parse_address(text).host) for text in self._host.joined_peers):
             return
         await self._await_mapping()
-        self._misses = MISSES  # nothing speaks for its being reached yet
+        self._misses = AGREED  # nothing speaks for its being reached yet
         await self.look()
 
     async def keep(self) -> NoReturn:
@@ -175,19 +167,20 @@ class ReachWatch:
                 self._now(ReachStanding(Way.RELAYED, relays=self._working()))
                 return True
             why += ", and no peer that could be asked relays for it"
-            if self._announced is not None or (self._host.relays and self._unsettled >= LOOKS_FOR_RELAYS):
+            if self._announced is not None or (self._host.relays and SOON.after(self._unsettled) == SOON.longest):
                 self._announced = None
                 await self._change((), ())
         self._now(ReachStanding(Way.UNREACHED, why=why))
         return False
 
     async def _change(self, addresses: Sequence[str], relays: tuple[PeerAddress, ...]) -> None:
-        self._changes.append(asyncio.get_running_loop().time())
+        self._changed = self._changed.ban(asyncio.get_running_loop().time())
         self._lost = False
         await self.readdress(addresses, relays)
 
     def _may_change(self) -> bool:
-        return may_change(self._changes, asyncio.get_running_loop().time())
+        """Each change costs all connections for a moment, so the next one waits as long as a banned peer."""
+        return not self._changed.holds(asyncio.get_running_loop().time())
 
     def _now(self, standing: ReachStanding) -> None:
         if standing == self.standing:
@@ -204,10 +197,10 @@ class ReachWatch:
         return tuple(relay.peer for relay in self._host.relays if relay.peer not in self._host.lost_relays)
 
     def _mind_relays(self, now: float) -> None:
-        """Where all relays are lost, or one is back, the next look does not wait its time."""
+        """Where all relays are lost, or one is back, the next look does not wait its time. Lost ones may come back."""
         lost: bool = len(self._host.relays) > 0 and not self._working()
         if lost != self._lost:
-            self._due = min(self._due, now + (LOST_SECONDS if lost else 0.0))
+            self._due = min(self._due, now + (SOON.first if lost else 0.0))
         self._lost = lost
 
     async def _told_directly(self) -> list[PeerAddress]:
@@ -221,7 +214,7 @@ class ReachWatch:
     async def _await_mapping(self) -> None:
         """Where a router may open the port: wait a moment for the address that it gives."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + MAP_SECONDS
+        until = loop.time() + REACH_SECONDS
         far = any(reach_of(parse_address(text).host) is Reach.PUBLIC for text in self._host.joined_peers)
         while far and self._host.maps_port and loop.time() < until:
             if any(reach_of(address.host) is Reach.PUBLIC for address in await self._told_directly()):
@@ -251,15 +244,16 @@ class ReachWatch:
         return judge(seen, own, {parse_address(text).peer for text in self._host.joined_peers})
 
     def _to_ask(self, hosts: Mapping[PeerId, str]) -> list[PeerId]:
-        """Peers to ask now: of each network one, of the only one two; none that was asked a moment ago."""
+        """Peers to ask now: of each network one before a second one of any; none that was asked a moment ago."""
         now = asyncio.get_running_loop().time()
         free = [peer for peer in sorted(hosts) if not self._asked.holds(peer, now)]
         self._rng.shuffle(free)
-        by_network: dict[str, list[PeerId]] = {}
+        before = Counter[str]()
+        turns = dict[PeerId, int]()
         for peer in free:
-            by_network.setdefault(network_of(hosts[peer]), []).append(peer)
-        each = 1 if len(by_network) > 1 else MOST_OF_THE_ONLY_NETWORK
-        asked = [peer for peers in by_network.values() for peer in peers[:each]][:MOST_ASKED]
+            network = network_of(hosts[peer])
+            turns[peer], before[network] = before[network], before[network] + 1
+        asked = sorted(free, key=turns.__getitem__)[:MOST_ASKED]
         self._asked.update(dict.fromkeys(asked, now + PEER_SECONDS))
         return asked
 

@@ -23,7 +23,7 @@ from noloco_node.bootstrap.hello import Plain
 from noloco_node.identity.addresses import Reach, reach_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
-from noloco_node.tallies import Doubling, PeerTimes
+from noloco_node.tallies import PeerTimes
 from noloco_node.transport.calls import Method, call, on
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Transport
@@ -36,8 +36,8 @@ MAX_HOSTS = MAX_PORTS
 """One peer is seen at, and dialled at, at most so many hosts."""
 PEER_SECONDS = 20.0
 """Two questions of one peer are at least so many seconds apart."""
-AT_ONCE = 2
-"""A node dials back to so many peers at the same time."""
+MOST_ASKED = 4
+"""At most so many peers are asked to dial at once, and a node dials back to as many at the same time."""
 
 _HOST = re.compile(r"/ip[46]/([^/]+)/tcp/\d+")
 
@@ -78,7 +78,7 @@ class DialBackTurns:
 
     def begin(self, peer: PeerId, now: float) -> bool:
         """Whether a question of this peer is taken at this time; `end` must follow where it is."""
-        if self._rest.holds(peer, now) or self._running >= AT_ONCE:
+        if self._rest.holds(peer, now) or self._running >= MOST_ASKED:
             return False
         self._rest[peer] = now + PEER_SECONDS
         self._running += 1
@@ -142,14 +142,9 @@ def _is_address(host: str) -> bool:
     return True
 
 
-NETWORKS_AGREED = 2
-"""Peers of so many networks must have reached an address that only they know to be this node's, before it is
-announced."""
-MISSES = 2
-"""The number of probes in a row that must find a node out of reach before it asks for a relay."""
-CHANGES = Doubling(60.0, 960.0)
-"""Seconds between changes of what others are told: each costs all connections for a moment."""
-CHANGES_COUNT_SECONDS = 3600.0
+AGREED = 2
+"""Peers of so many networks must have reached an address that only they know to be this node's, before it is announced.
+So many looks in a row must find a node out of reach before it asks for a relay."""
 
 
 class HostPort(NamedTuple):
@@ -254,7 +249,7 @@ def judge(seen: Sequence[Seen], own: Collection[HostPort], named: Collection[Pee
         if not yes or len(no) > len(yes):
             continue
         vouched = any(each.observer in named for each in counted if each.place == place and each.reached)
-        if place in own or len(yes) >= NETWORKS_AGREED or (len(networks) == 1 and vouched):
+        if place in own or len(yes) >= AGREED or (len(networks) == 1 and vouched):
             found.append((len(yes), place))
     best = max(found, default=None)
     return ReachFinding(None if best is None else best[1], tried)
@@ -269,16 +264,7 @@ def next_step(
         return Step.ANNOUNCE if relayed or finding.place not in told else Step.DIRECT
     if relayed:
         return Step.RELAYED if relays_work else Step.SEEK_RELAY
-    return Step.LOOK_AGAIN if finding is None or misses < MISSES else Step.SEEK_RELAY
-
-
-def may_change(changes: Sequence[float], now: float) -> bool:
-    """Tell whether what others are told may be changed, after changes at these times. The more of them within the hour,
-    the longer the next one waits."""
-    recent = [at for at in changes if now - at < CHANGES_COUNT_SECONDS]
-    if not recent:
-        return True
-    return now - recent[-1] >= CHANGES.after(len(recent) - 1)
+    return Step.LOOK_AGAIN if finding is None or misses < AGREED else Step.SEEK_RELAY
 
 
 def is_elsewhere(host: str) -> bool:

@@ -24,6 +24,9 @@ _ADDRESS = re.compile(
     rf"(?:/p2p/(?P<relay>[^/]+){CIRCUIT})?/p2p/(?P<peer>[^/]+)/?"
 )
 CONNECT_SECONDS = 3.0
+"""A port opens, or this node's own p2pd answers, within so many seconds."""
+REACH_SECONDS = 10.0
+"""Whoever must be found or dialled first, a router or a relay answers within so many seconds."""
 MOST_ADDRESSES = 4
 """The most addresses that are kept of one peer."""
 LONGEST_ADDRESS = 256

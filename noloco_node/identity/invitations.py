@@ -20,7 +20,6 @@ from noloco_node.identity.peer_id import PeerId
 
 PREFIX = "noloco-invitation-"
 """The text of every invitation begins so."""
-MAX_INVITATION_CHARACTERS = 2048
 
 _GRANT_DOMAIN = b"noloco invitation 1\0"
 _HOLDER_DOMAIN = b"noloco invitation holder 1\0"
@@ -105,7 +104,7 @@ def invite(owner: Identity, run: str, expires: int, peer: str | None) -> Invitat
 def read_invitation(text: str) -> Invitation:
     """Parse what `Invitation.text` gave. Raises BadInvitation; signatures are not looked at."""
     word = "".join(text.split())
-    if not word.startswith(PREFIX) or len(word) > MAX_INVITATION_CHARACTERS:
+    if not word.startswith(PREFIX):
         raise BadInvitation(f"it does not begin with {PREFIX}")
     packed = word.removeprefix(PREFIX)
     try:

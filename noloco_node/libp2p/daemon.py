@@ -27,7 +27,15 @@ from hivemind.utils.multiaddr import Multiaddr  # pyright: ignore[reportMissingT
 from noloco_node.aio import Pulse, cancel_and_wait, end_process, run_to_end
 from noloco_node.ambient import SOON_SECONDS
 from noloco_node.errors import UserError
-from noloco_node.identity.addresses import CIRCUIT, PeerAddress, Reach, parse_address, reach_of, widest_first
+from noloco_node.identity.addresses import (
+    CIRCUIT,
+    CONNECT_SECONDS,
+    PeerAddress,
+    Reach,
+    parse_address,
+    reach_of,
+    widest_first,
+)
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.arguments import MAPS_PORT, announcing, explain
 from noloco_node.libp2p.hivemind_link import connect_hivemind, disconnect_hivemind, reconnect_hivemind, withdraw_handler
@@ -76,9 +84,6 @@ def as_texts(addresses: Sequence[bytes]) -> list[str]:
 
 
 logger = logging.getLogger(__name__)
-
-STOP_SECONDS = 3.0
-FIND_SECONDS = 3.0
 
 _pb: Any = p2pd_pb2
 
@@ -156,7 +161,7 @@ class PrivateP2P:
         """Addresses that others are told now, a router's that has opened a port by now among them; the widest first.
         OSError, TimeoutError, EOFError."""
         with _refusals_as_os_errors():
-            async with asyncio.timeout(FIND_SECONDS):
+            async with asyncio.timeout(CONNECT_SECONDS):
                 await self._identify()
         return list(self._addresses)
 
@@ -258,7 +263,7 @@ class PrivateP2P:
     async def stop_serving(self, protocol: str) -> None:
         """See `StreamHost.stop_serving`."""
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, P2PDaemonError, KeyError, TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
+            async with asyncio.timeout(CONNECT_SECONDS):
                 await withdraw_handler(self.hivemind_p2p, protocol)
 
     async def connect(self, peer: PeerId, addresses: Sequence[str] = ()) -> str | None:
@@ -280,7 +285,7 @@ class PrivateP2P:
         """Where a peer listens, as it told this p2pd or as others know; empty where nobody does."""
         request = _pb.DHTRequest(type=_pb.DHTRequest.FIND_PEER, peer=PeerID.from_base58(peer).to_bytes())
         try:
-            async with asyncio.timeout(FIND_SECONDS):
+            async with asyncio.timeout(CONNECT_SECONDS):
                 _, writer, response = await self._request(_pb.Request(type=_pb.Request.DHT, dht=request))
         except (_DaemonAway, OSError):
             return ()
@@ -290,7 +295,7 @@ class PrivateP2P:
     async def connections(self) -> dict[PeerId, list[str]]:
         """The peers that this p2pd is connected to, and the other ends of these connections. OSError, TimeoutError."""
         with _refusals_as_os_errors():
-            async with asyncio.timeout(FIND_SECONDS):
+            async with asyncio.timeout(CONNECT_SECONDS):
                 peers = await cast("Any", self.hivemind_p2p)._client.list_peers()
         ends: dict[PeerId, list[str]] = {}
         for peer in peers:
@@ -350,7 +355,7 @@ class PrivateP2P:
 
     async def _end_child(self) -> None:
         if self._reading is not None:
-            await end_process(self._child, STOP_SECONDS)
+            await end_process(self._child, CONNECT_SECONDS)
             await cancel_and_wait((self._reading,))
 
     async def _identify(self) -> None:

@@ -20,8 +20,8 @@ STOP = "/libp2p/circuit/relay/0.2.0/stop"
 """The protocol a relay speaks to a peer that has a place: somebody wants to be connected to it."""
 
 MAX_MESSAGE_BYTES = 4096
-ASK_SECONDS = 10.0
-"""A relay is asked, and reads and answers what it is asked, within so many seconds."""
+PLACE_SECONDS = 60.0
+"""A relay keeps a place for so many seconds for a peer that does not ask again."""
 RESERVE, CONNECT = 0, 1
 HOP_ANSWER = 2
 STOP_CONNECT, STOP_ANSWER = 0, 1

@@ -10,13 +10,14 @@ import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.errors import ExitCode, UserError
-from noloco_node.identity.addresses import CIRCUIT, PeerAddress, dialable, parse_address
+from noloco_node.identity.addresses import CIRCUIT, REACH_SECONDS, PeerAddress, dialable, parse_address
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay_messages import (
-    ASK_SECONDS,
     HOP,
+    PLACE_SECONDS,
     Status,
     hop_status,
     is_limited,
@@ -31,11 +32,8 @@ from noloco_node.transport.pool import StreamHost
 
 logger = logging.getLogger(__name__)
 
-RENEW_SECONDS = 10.0
-"""Seconds between two requests for a place: far below a relay's `PLACE_SECONDS`. A relay that came back waits as long.
-"""
-LOOK_SECONDS = 2.0
-"""Seconds between two searches for peers that are connected through a relay and could be dialled."""
+RENEW_SECONDS = PLACE_SECONDS / 6.0
+"""Seconds between two requests for a place: some may be lost. A relay that came back waits as long."""
 MOST_RELAYS = 3
 NOT_A_RELAY = "it relays for nobody"
 DIRECT_AGAIN = Doubling(4.0, 300.0)
@@ -45,7 +43,7 @@ DIRECT_AGAIN = Doubling(4.0, 300.0)
 async def ask_for_place(host: StreamHost, relay: PeerId) -> str | None:
     """Reserve a place with a relay, or keep it; None, or why there is none."""
     try:
-        async with asyncio.timeout(ASK_SECONDS):
+        async with asyncio.timeout(REACH_SECONDS):
             reader, writer = await host.open_stream(relay, HOP)
             try:
                 await write_message(writer, reserve_request())
@@ -53,7 +51,7 @@ async def ask_for_place(host: StreamHost, relay: PeerId) -> str | None:
             finally:
                 writer.transport.abort()
     except TimeoutError:
-        return f"no answer within {ASK_SECONDS:g} s"
+        return f"no answer within {REACH_SECONDS:g} s"
     except PeerUnreachable as error:
         return NOT_A_RELAY if "protocols not supported" in str(error) else str(error)[:200]
     except (OSError, ValueError, asyncio.IncompleteReadError) as error:
@@ -108,7 +106,7 @@ async def keep_places(host: PrivateP2P) -> NoReturn:
 async def _ask_all(host: PrivateP2P, relays: Sequence[PeerAddress], lost: set[PeerId]) -> None:
     """Ask each relay for the place, and say which of them begins or ceases to be among the `lost`."""
     reasons = await asyncio.gather(*(_ask_again(host, relay) for relay in relays))
-    if any(reasons) and not await host.answers(ASK_SECONDS):  # the silence is of this node's own p2pd
+    if any(reasons) and not await host.answers(REACH_SECONDS):  # the silence is of this node's own p2pd
         return
     for relay, reason in zip(relays, reasons, strict=True):
         if reason is not None and relay.peer not in lost:
@@ -122,10 +120,10 @@ async def _ask_all(host: PrivateP2P, relays: Sequence[PeerAddress], lost: set[Pe
 async def _ask_again(host: PrivateP2P, relay: PeerAddress) -> str | None:
     """`ask_for_place` of a relay that p2pd may have lost, or never known if it is a new one."""
     try:
-        async with asyncio.timeout(ASK_SECONDS):
+        async with asyncio.timeout(REACH_SECONDS):
             failure = await host.connect(relay.peer, [relay.text])
     except TimeoutError:
-        return f"no connection within {ASK_SECONDS:g} s"
+        return f"no connection within {REACH_SECONDS:g} s"
     return failure[:200] if failure else await ask_for_place(host, relay.peer)
 
 

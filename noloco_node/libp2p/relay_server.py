@@ -15,12 +15,13 @@ from collections.abc import Awaitable, Callable
 
 from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
+from noloco_node.identity.addresses import REACH_SECONDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay_messages import (
-    ASK_SECONDS,
     CONNECT,
     HOP,
+    PLACE_SECONDS,
     RESERVE,
     STOP,
     Fields,
@@ -37,8 +38,6 @@ from noloco_node.transport.errors import PeerUnreachable
 
 logger = logging.getLogger(__name__)
 
-PLACE_SECONDS = 60.0
-"""A place is kept for so many seconds for a peer that does not ask again."""
 MOST_PLACES = 128
 MOST_CIRCUITS = 2 * MOST_PLACES
 MOST_CIRCUITS_OF_ONE = MOST_PLACES // 2
@@ -125,7 +124,7 @@ class CircuitRelay:
         """The peer that another wants to be connected to; None if its request has been answered."""
         self._handshakes[peer] += 1
         try:
-            async with asyncio.timeout(ASK_SECONDS):
+            async with asyncio.timeout(REACH_SECONDS):
                 try:
                     answer = await self._answer(peer, await read_fields(stream[0]))
                 except ValueError:
@@ -202,7 +201,7 @@ class CircuitRelay:
             return None
 
     async def _announce(self, caller: PeerId, wanted: PeerId) -> Stream:
-        async with asyncio.timeout(ASK_SECONDS):
+        async with asyncio.timeout(REACH_SECONDS):
             reader, writer = await self._host.open_stream(wanted, STOP)
             try:
                 await write_message(writer, stop_request(caller))
@@ -248,6 +247,6 @@ class CircuitRelay:
 async def _answer_and_wait(stream: Stream, answer: bytes) -> None:
     """Send an answer and let the asker end the stream. p2pd resets a stream that is closed at this end. Now and then
     what is still on its way is lost with it (decision 155)."""
-    async with asyncio.timeout(ASK_SECONDS):
+    async with asyncio.timeout(REACH_SECONDS):
         await write_message(stream[1], answer)
         await stream[0].read(1)

@@ -12,6 +12,7 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.identity.addresses import (
     CONNECT_SECONDS,
+    REACH_SECONDS,
     PeerAddress,
     log_passed_over,
     no_address,
@@ -25,12 +26,9 @@ from noloco_node.libp2p.daemon import PrivateP2P
 from noloco_node.libp2p.relay_places import circuit_address, keep_places, willing_relays
 from noloco_node.libp2p.tls_probe import NoAnswer, who_answers
 from noloco_node.storage.held import PrivateFolder, sweep_dead_folders
+from noloco_node.transport.calls import ATTEMPTS
 
 logger = logging.getLogger(__name__)
-
-PEERS_ANSWER_SECONDS = 10.0
-PROBE_SECONDS = 8.0
-PROBE_LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ async def running_p2p(
 async def _open_doors(named: Sequence[str], doors: Doors) -> list[PeerAddress]:
     """The addresses that answer: of the named ones, and of peers seen before unless one of those proves to be the named
     peer. UserError (PEERS_UNREACHABLE)."""
-    live, reasons = await try_peers(named, PEERS_ANSWER_SECONDS)
+    live, reasons = await try_peers(named, REACH_SECONDS)
     others = [text for text in doors.seen_before if text not in named]
     if live or others:
         log_passed_over(reasons)
@@ -151,15 +149,15 @@ async def _check_identity_free(settings: NodeSettings, identity: Identity, peers
 async def _is_found(probe: PrivateP2P, peer: PeerId) -> bool:
     """Whether a peer answers to a probe that may have met the swarm a moment ago: it is looked for more than once."""
     try:
-        async with asyncio.timeout(PROBE_SECONDS):
-            for look in range(PROBE_LOOKS):
+        async with asyncio.timeout(REACH_SECONDS):
+            for look in range(ATTEMPTS):
                 await asyncio.sleep(0.5 if look else 0.0)
                 why = await probe.connect(peer)
                 if why is None:
                     return True
-                logger.debug("no node answers as %s (look %d of %d): %s", peer, look + 1, PROBE_LOOKS, why)
+                logger.debug("no node answers as %s (look %d of %d): %s", peer, look + 1, ATTEMPTS, why)
     except TimeoutError:
-        logger.debug("no node answers as %s within %g s", peer, PROBE_SECONDS)
+        logger.debug("no node answers as %s within %g s", peer, REACH_SECONDS)
     return False
 
 
@@ -174,10 +172,10 @@ async def reached_by_a_stranger(settings: NodeSettings, node: PrivateP2P) -> str
     """None where another p2pd, which knows nothing else, reaches a node by the addresses that it tells; or why not."""
     async with _nameless(settings, ()) as stranger:
         try:
-            async with asyncio.timeout(PROBE_SECONDS):
+            async with asyncio.timeout(REACH_SECONDS):
                 return await stranger.connect(node.own_id, node.visible_addresses())
         except TimeoutError:
-            return f"no connection within {PROBE_SECONDS:g} s"
+            return f"no connection within {REACH_SECONDS:g} s"
 
 
 async def _connect_to_some(daemon: PrivateP2P, peers: Sequence[PeerAddress]) -> None:

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtensionOID
 
 from noloco_node.bootstrap.reachability import (
-    AT_ONCE,
     MAX_PORTS,
+    MOST_ASKED,
     PEER_SECONDS,
     DialBackTurns,
     Dialled,
@@ -131,8 +131,8 @@ def test_only_the_other_end_of_a_direct_connection_is_dialled() -> None:
 
 def test_a_peer_asks_once_in_a_while_and_few_at_a_time() -> None:
     """The rest is told to come back."""
-    turns, peers = DialBackTurns(), [PeerId(f"{ID[:-1]}{n}") for n in range(AT_ONCE + 1)]
-    assert [turns.begin(peer, 0.0) for peer in peers] == [True] * AT_ONCE + [False]
+    turns, peers = DialBackTurns(), [PeerId(f"{ID[:-1]}{n}") for n in range(MOST_ASKED + 1)]
+    assert [turns.begin(peer, 0.0) for peer in peers] == [True] * MOST_ASKED + [False]
     turns.end()
     assert turns.begin(peers[-1], 1.0)
     turns.end()

@@ -100,7 +100,7 @@ async def test_each_initial_peer_is_told_off_for_its_own_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Malformed and refused addresses are listed with why."""
-    monkeypatch.setattr("noloco_node.libp2p.start.PEERS_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("noloco_node.libp2p.start.REACH_SECONDS", 0.5)
     wrong = ("nonsense", f"/ip4/127.0.0.1/tcp/70000/p2p/{NOBODY}", "/ip4/127.0.0.1/tcp/9/p2p/QmNoPeer")
     refused = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     error = await failure(joining(*wrong, refused), tmp_path)
@@ -139,7 +139,7 @@ async def test_peers_seen_before_stand_in_for_dead_ones(
 ) -> None:
     """Where the named peers are dead, another peer has their place, or none is named. With nobody left a node starts a
     swarm only if it may."""
-    monkeypatch.setattr("noloco_node.libp2p.start.PEERS_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("noloco_node.libp2p.start.REACH_SECONDS", 0.5)
     dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     key = load_or_create_identity(tmp_path / "two")
     async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "one")) as first:

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 from noloco_node.bootstrap import reachability
 from noloco_node.bootstrap.reach_watch import Policy, ReachWatch
 from noloco_node.bootstrap.reachability import (
-    CHANGES,
-    CHANGES_COUNT_SECONDS,
     DialBack,
     Dialled,
     HostPort,
@@ -29,7 +27,6 @@ from noloco_node.bootstrap.reachability import (
     Seen,
     Way,
     judge,
-    may_change,
     network_of,
 )
 from noloco_node.config.node_settings import NodeSettings
@@ -105,17 +102,6 @@ def test_where_a_node_is_reached_is_what_the_widest_and_most_say() -> None:
     assert tie.place == OUTSIDE
 
 
-def test_what_others_are_told_changes_seldom() -> None:
-    """The second time after a minute, then twice as late each time within the hour; it is forgiven."""
-    changes, now = [0.0], 0.0
-    for wait in (1, 2, 4, 8, 16, 16):
-        assert not may_change(changes, now + CHANGES.first * wait - 1.0)
-        now += CHANGES.first * wait
-        assert may_change(changes, now)
-        changes.append(now)
-    assert may_change(changes, now + CHANGES_COUNT_SECONDS)
-
-
 @dataclass
 class World:
     """A node's p2pd and its connected peers, in memory; the messages between them are the real ones."""
@@ -178,7 +164,7 @@ class World:
 async def watching(world: World, monkeypatch: pytest.MonkeyPatch, policy: Policy = FREE) -> AsyncIterator[ReachWatch]:
     """The watch of a node in that world, which may ask the same peers again at once and change as often as it likes."""
     monkeypatch.setattr("noloco_node.bootstrap.reach_watch.PEER_SECONDS", 0.0)
-    monkeypatch.setattr("noloco_node.bootstrap.reachability.CHANGES", Doubling(0.0, 0.0))
+    monkeypatch.setattr("noloco_node.tallies.BANS", Doubling(0.0, 0.0))
     network = MemoryNetwork()
     peers = [MemoryTransport(network, peer) for peer in world.answers]
     for transport in peers:
@@ -222,7 +208,7 @@ async def test_the_address_that_peers_have_dialled_is_told_beside_its_own(monkey
 async def test_a_port_that_the_router_opens_is_waited_for_and_dialled(monkeypatch: pytest.MonkeyPatch) -> None:
     """p2pd tells others of it itself, so nothing is changed; where none is opened, the wait has an end."""
     monkeypatch.setattr("noloco_node.bootstrap.reach_watch.SOON_SECONDS", 0.0)
-    monkeypatch.setattr("noloco_node.bootstrap.reach_watch.MAP_SECONDS", 0.05)
+    monkeypatch.setattr("noloco_node.bootstrap.reach_watch.REACH_SECONDS", 0.05)
     mapped = HostPort(OUTSIDE.host, 40000)
 
     class Opening(World):

@@ -348,7 +348,7 @@ async def test_who_leaves_its_requests_unfinished_gets_no_more_of_them(
             held = [await unfinished() for _ in range(3)]
             await eventually(lambda: handshakes_of(relay)[slow.own_id] == 3, what="they are being read")
             reader, writer = await unfinished()
-            async with asyncio.timeout(circuit_relay.ASK_SECONDS / 2):
+            async with asyncio.timeout(circuit_relay.REACH_SECONDS / 2):
                 with contextlib.suppress(ConnectionError):
                     assert await reader.read() == b""
             writer.transport.abort()
