@@ -18,6 +18,7 @@ from noloco_node import ambient
 from noloco_node.aio import cancel_and_wait
 from noloco_node.identity.keys import Identity, sign_statement, signed_by
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.tallies import EXAMINED
 from noloco_node.transport.errors import BrokenStream, DeadlinePassed, ProtocolViolation, Refusal, Refused
 from noloco_node.transport.interface import DIRECTORY, RELAYED, Transport, TransportLimits
 from noloco_node.transport.messages import (
@@ -49,9 +50,6 @@ LINGER_SECONDS = 1.0
 
 MOST_AT_WORK = 4096
 """The most AT_WORK frames that may come before an answer; a peer that sends more only wants to keep this node busy."""
-
-STREAMS_LOOKED_AT = 64
-"""If there are too many streams, so many are examined to find one to close."""
 
 T = TypeVar("T")
 
@@ -232,7 +230,7 @@ class Libp2pTransport(Transport):
         if len(self._held) < self.limits.max_streams:
             return True
         free = [stream for stream in self._held if stream not in self._answering]
-        looked_at = self._rng.sample(free, min(STREAMS_LOOKED_AT, len(free)))
+        looked_at = self._rng.sample(free, min(EXAMINED, len(free)))
 
         def claim(stream: FramedStream) -> tuple[bool, int]:
             holder = self._held[stream]

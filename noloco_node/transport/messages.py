@@ -169,9 +169,8 @@ FRAME_VERSION = 1
 BODY_FRAME_BYTES = 128 * 1024
 """The most bytes of a BODY payload: short enough that one checksum never holds the event loop up, long enough to be
 cheap."""
-MAX_REFUSAL_BYTES = 2048
-MAX_DETAIL_CHARACTERS = 300
-MAX_METHOD_CHARACTERS = 64
+MAX_CHARACTERS = 300
+"""The most characters of a method's name, and of a refusal's detail."""
 MAX_JSON_DEPTH = 12
 MAX_INTEGER = (1 << 63) - 1
 
@@ -208,7 +207,7 @@ MAX_PAYLOAD: dict[FrameKind, int] = {
     FrameKind.HEADER: MAX_HEADER_BYTES,
     FrameKind.BODY: BODY_FRAME_BYTES,
     FrameKind.END: 0,
-    FrameKind.REFUSE: MAX_REFUSAL_BYTES,
+    FrameKind.REFUSE: MAX_HEADER_BYTES,
     FrameKind.AT_WORK: 0,
 }
 
@@ -236,7 +235,7 @@ class _Fields(BaseModel):
 class _EnvelopeFields(_Fields):
     """A HEADER payload."""
 
-    m: Annotated[str, Field(max_length=MAX_METHOD_CHARACTERS)]
+    m: Annotated[str, Field(max_length=MAX_CHARACTERS)]
     h: dict[str, Any]
     t: Annotated[tuple[_Spec, ...], Field(max_length=MAX_TENSORS, strict=False)]
     w: bool = False
@@ -325,10 +324,8 @@ def decode_envelope(payload: bytes) -> Envelope:
 
 def encode_refusal(refused: Refused) -> bytes:
     """A whole REFUSE frame."""
-    detail = refused.detail[:MAX_DETAIL_CHARACTERS].encode("utf-8", "replace").decode()
+    detail = refused.detail[:MAX_CHARACTERS].encode("utf-8", "replace").decode()
     payload = json.dumps({"reason": refused.reason.value, "detail": detail}, separators=(",", ":")).encode()
-    if len(payload) > MAX_REFUSAL_BYTES:
-        payload = json.dumps({"reason": refused.reason.value, "detail": ""}).encode()
     return encode_frame(FrameKind.REFUSE, payload)
 
 
@@ -337,11 +334,11 @@ def decode_refusal(payload: bytes) -> Refused:
 
     The detail is one printable line: it ends in logs and events."""
     fields = _decode(_RefusalFields, payload)
-    detail = fields.detail[:MAX_DETAIL_CHARACTERS]
+    detail = fields.detail[:MAX_CHARACTERS]
     try:
         return Refused(Refusal(fields.reason), shown(detail))
     except ValueError:
-        return Refused(Refusal.INTERNAL, shown(f"{fields.reason[:MAX_METHOD_CHARACTERS]}: {detail}"))
+        return Refused(Refusal.INTERNAL, shown(f"{fields.reason[:MAX_CHARACTERS]}: {detail}"))
 
 
 def frame_lengths(nbytes: int) -> Iterator[tuple[int, int]]:

@@ -28,8 +28,6 @@ SLICE_SECONDS = 0.02
 LEAST_SLICE = SMALL_BYTES // 4
 CREDIT_SECONDS = 0.25
 """The line may catch up on so much of what it was not used for: timers are late, and gaps would add up."""
-PACKET_BYTES = 100
-"""What a message costs on the line that carries next to nothing."""
 BODIES_AT_ONCE = 2
 """The number of bodies that asked first and go out at once: while one waits for a round trip, the other has the
 line."""
@@ -115,12 +113,12 @@ class Line:
     def sent(self, count: int) -> None:
         """So many bytes go out now, and have not waited."""
         if self.up is not None:
-            self.up.charge(PACKET_BYTES + WIRE_SHARE * count)
+            self.up.charge(WIRE_SHARE * count)
 
     def received(self, count: int) -> None:
         """So many bytes have come, and have not waited."""
         if self.down is not None:
-            self.down.charge(PACKET_BYTES + WIRE_SHARE * count)
+            self.down.charge(WIRE_SHARE * count)
 
     def slices(self, parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         """A large message, in the slices in which it goes out."""

@@ -24,16 +24,14 @@ from functools import partial
 from noloco_node import ambient
 from noloco_node.identity.keys import Identity, sign_statement, signed_by
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.tallies import FEW_PEERS
+from noloco_node.transport.messages import BODY_FRAME_BYTES
 from noloco_node.transport.pool import Ends, StreamHandler
 
 logger = logging.getLogger(__name__)
 
 STATEMENT = b"noloco stream on one machine 1"
 """A proof begins so: no other statement of a node does."""
-STREAM_BUFFER_BYTES = 256 * 1024
-MOST_UNPROVEN = 128
-"""The most streams that may be open whose peer has not proven itself yet. One more is ended, and its caller goes by
-p2pd: 5,000 that said nothing held as many descriptors of a node."""
 
 _LENGTH = struct.Struct(">H")
 _CREDENTIALS = struct.Struct("iII")
@@ -69,7 +67,7 @@ class SameMachine:
             return
         taken = partial(self._taken, handler, within)
         self._server = await asyncio.start_unix_server(
-            taken, sock=listener, limit=STREAM_BUFFER_BYTES, backlog=MOST_UNPROVEN
+            taken, sock=listener, limit=2 * BODY_FRAME_BYTES, backlog=FEW_PEERS
         )
 
     def close(self) -> None:
@@ -90,7 +88,7 @@ class SameMachine:
             return None
         try:
             link.connect(_name_of(peer))
-            reader, writer = await asyncio.open_unix_connection(sock=link, limit=STREAM_BUFFER_BYTES)
+            reader, writer = await asyncio.open_unix_connection(sock=link, limit=2 * BODY_FRAME_BYTES)
         except OSError:
             link.close()
             return None
@@ -123,7 +121,8 @@ class SameMachine:
     async def _taken(
         self, handler: StreamHandler, within: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        if len(self._unproven) >= MOST_UNPROVEN:
+        # One more is ended, and its caller goes by p2pd: 5,000 that said nothing held as many descriptors of a node.
+        if len(self._unproven) >= FEW_PEERS:
             writer.transport.abort()
             return
         self._unproven.add(writer)

@@ -209,7 +209,6 @@ class FramedStream:
     async def write_at_work(self, progress: float) -> None:
         """Write an AT_WORK frame: the caller's patience begins anew."""
         self._writer.write(AT_WORK_FRAME)
-        self._line.sent(0)
         await self._sent(progress)
 
     async def wait_for_end(self) -> None:

@@ -186,7 +186,7 @@ async def test_those_that_say_nothing_hold_no_more_of_a_node_than_a_few_descript
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """5,000 held as many, each for as long as a proof may take. Who comes meanwhile goes by p2pd at once."""
-    monkeypatch.setattr(same_machine, "MOST_UNPROVEN", 3)
+    monkeypatch.setattr(same_machine, "FEW_PEERS", 3)
     server = SameMachine(HONEST)
     await server.serve(Taken(), WITHIN)
     silent = [await asyncio.open_unix_connection(name_of(HONEST.peer_id)) for _ in range(4)]
