@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_768,
+    "lines of the package": 59_829,
     "lines of the tests": 61_575,
-    "lines of benchmarks and deploy": 4_916,
-    "module-level numbers": 429,
+    "lines of benchmarks and deploy": 4_919,
+    "module-level numbers": 476,
     "files of the package": 279,
     "files of the package below 60 lines": 34,
-    "kB of Markdown": 299,
-    "kB of results in docs": 139,
+    "kB of Markdown": 380,
+    "kB of results in docs": 307,
     "decision records": 40,
 }
 WAYS = {"a microbatch": 35, "an outer step": 35, "a joiner": 59}

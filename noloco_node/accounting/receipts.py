@@ -16,11 +16,12 @@ from pathlib import Path
 from noloco_node import ambient
 from noloco_node.accounting.statements import ContributionFile, Receipt, Work, statement_text
 from noloco_node.aio import Pulse, cancel_and_wait, run_to_end, some_at_a_time
+from noloco_node.ambient import SOON_SECONDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.tallies import PeerTable
 from noloco_node.training.progress import Progress
-from noloco_node.transport.calls import ASKED_AT_ONCE, NOTHING, QUESTION_SECONDS, Method, Nothing, call, on
+from noloco_node.transport.calls import ASKED_AT_ONCE, ATTEMPTS, NOTHING, QUESTION_SECONDS, Method, Nothing, call, on
 from noloco_node.transport.errors import PeerUnreachable, Refusal, Refused, TransportError
 from noloco_node.transport.interface import Transport, Withdraw
 from noloco_node.transport.messages import WireModel
@@ -33,8 +34,6 @@ dies."""
 LEAST_SECONDS = 5.0
 """In the long run two receipts of one peer are at least so many seconds apart. Two may come at once, and what comes
 more often is refused as `busy`."""
-TRIES = 10
-LAST_PAUSE_SECONDS = LEAST_SECONDS / TRIES
 
 
 class ReceiptHeader(WireModel):
@@ -151,7 +150,7 @@ class Receipts:
                 await self.settle()
                 while self._pending:
                     # Nothing tells that a peer would take it now: asking again is the only way.
-                    await asyncio.sleep(LAST_PAUSE_SECONDS)
+                    await asyncio.sleep(SOON_SECONDS)
                     await self.settle()
         except TimeoutError:
             logger.info("%d peers did not take their last receipt", len(self._pending))
@@ -212,7 +211,7 @@ class Receipts:
             logger.debug("receipt for %s came to nothing: %r", peer, error)
             final = isinstance(error, Refused) and error.reason is not Refusal.BUSY
             final = final or (self._last and isinstance(error, PeerUnreachable))
-            if not final and pending.tries < TRIES:
+            if not final and (self._last or pending.tries < ATTEMPTS):
                 return
         del self._pending[peer]
 

@@ -275,7 +275,7 @@ async def test_a_peer_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     async with two_nodes(tmp_path) as (network, _, served, at_server, at_served):
         network.inject(Fault(FaultKind.UNREACHABLE, target=SERVER))
         serve(at_server, at_served, 3)
-        async with asyncio.timeout(receipts_module.LAST_PAUSE_SECONDS):
+        async with asyncio.timeout(receipts_module.SOON_SECONDS):
             await served.finish()
 
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.tallies import FEW_PEERS
-from noloco_node.training.bounds import LARGEST_RISE, WINDOW, NormBound
+from noloco_node.training import bounds
+from noloco_node.training.bounds import LARGEST_RISE, NormBound
 
 MULTIPLE = 8.0
 
@@ -112,6 +113,6 @@ def test_it_remembers_a_bounded_number_of_sources_and_forgets_those_that_left() 
     assert len(bound._norms) == FEW_PEERS
     left = NormBound(MULTIPLE)
     left.factor("gone", 1e-3)
-    for _ in range(10 * WINDOW):
+    for _ in range(bounds.FORGOTTEN_AFTER + 200):
         left.factor("here", 1.0)
     assert left.usual == 1.0
