@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_829,
-    "lines of the tests": 61_575,
+    "lines of the package": 59_723,
+    "lines of the tests": 61_563,
     "lines of benchmarks and deploy": 4_919,
-    "module-level numbers": 476,
+    "module-level numbers": 410,
     "files of the package": 279,
     "files of the package below 60 lines": 34,
     "kB of Markdown": 380,
