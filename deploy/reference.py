@@ -1,5 +1,4 @@
-"""Pages of docs/ that are made from the code: settings, events, exit codes. `make reference` writes them: python -m
-deploy.reference"""
+"""Pages of docs/ that are made from the code. `make reference` writes them: python -m deploy.reference"""
 
 from __future__ import annotations
 
@@ -38,23 +37,22 @@ def pages() -> Mapping[Path, str]:
 
 def _settings() -> Iterator[str]:
     yield from _head("Settings", "the settings' own classes in `config/`")
-    yield "`noloco-node config show CONFIG` prints the same with the values of that configuration. Any setting can be"
-    yield "given on the command line by its full name, `--set run.inner.learning_rate=3e-3`. All numbers are finite."
-    yield from ("", "## `run`", "")
-    yield "What every peer of the run must agree on: the run id is made from all of it. Who joins gets it from a peer."
+    yield "Look a setting up by its full name; `noloco-node config show CONFIG` prints all with their values. Any can"
+    yield "be given on the command line, `--set run.inner.learning_rate=3e-3`. Numbers are finite; a dash is not set."
+    yield from ("", "## `run`", "", "All peers share it: the run id is made of it, and a joiner gets it from a peer.")
     yield from _group(RunSpec, "run")
     yield from ("", "### Each of `run.data.mixture`", "", _sentence(MixedSource.__doc__), "")
-    yield from _table(MixedSource, "", environment=False)
-    yield from ("", "## `node`", "")
-    yield "What one machine chooses for its node. Each has an environment variable; the command line wins over the"
-    yield "environment, and that over the file."
+    yield from _table(MixedSource, "")
+    yield from ("", "## `node`", "", "What one machine chooses for its node. Each setting has a variable:")
+    yield f"`{variable_of('port')}` stands for `node.port`."
+    yield "The command line wins over the environment, and that over the file."
     yield from _group(NodeSettings, "node")
     yield from ("", "## `local_swarm`", "", "The layout of `noloco-node swarm`: all daemons on this machine.")
     yield from _group(LocalSwarmSettings, "local_swarm")
     yield from ("", "## `lab`", "", "What `noloco-node lab` compares. No daemon reads it.")
     yield from _group(LabSpec, "lab")
     yield from ("", "### Each of `lab.variants`", "", _sentence(VariantSpec.__doc__), "")
-    yield from _table(VariantSpec, "", environment=False)
+    yield from _table(VariantSpec, "")
     for kind, group in (("swarm", SimSpec), ("hunt", HuntSpec)):
         yield from ("", f"## `sim` of `sim.kind: {kind}`", "", _sentence(group.__doc__))
         yield from _group(group, "sim")
@@ -65,23 +63,20 @@ def _group(group: type[Settings], prefix: str) -> Iterator[str]:
     inner = {name: kind for name, field in group.model_fields.items() if (kind := _group_of(field)) is not None}
     if inner.keys() != group.model_fields.keys():
         yield ""
-        yield from _table(group, f"{prefix}.", environment=group is NodeSettings)
+        yield from _table(group, f"{prefix}.")
     for name, kind in inner.items():
         yield from ("", f"### `{prefix}.{name}`", "", _sentence(kind.__doc__))
         yield from _group(kind, f"{prefix}.{name}")
 
 
-def _table(group: type[BaseModel], prefix: str, *, environment: bool) -> Iterator[str]:
+def _table(group: type[BaseModel], prefix: str) -> Iterator[str]:
     schema: dict[str, Any] = group.model_json_schema()["properties"]
-    variable = ("variable | ", "---|") if environment else ("", "")
-    yield f"| setting | allowed | default | {variable[0]}meaning |"
-    yield f"|---|---|---|{variable[1]}---|"
+    yield from ("| setting | allowed | default | meaning |", "|---|---|---|---|")
     for name, field in group.model_fields.items():
         if _group_of(field) is not None:
             continue
-        cells = [f"`{prefix}{name}`", _allowed(schema[name]), _default(field)]
-        cells += [f"`{variable_of(name)}`"] if environment else []
-        yield _row(*cells, _sentence(field.description) or DASH)
+        meaning = _sentence(field.description) or DASH
+        yield _row(f"`{prefix}{name}`", _allowed(schema[name]), _default(field), meaning)
 
 
 def _group_of(field: FieldInfo) -> type[Settings] | None:
@@ -92,14 +87,13 @@ def _group_of(field: FieldInfo) -> type[Settings] | None:
 def _allowed(schema: Mapping[str, Any]) -> str:
     """What a JSON schema lets through, in words."""
     if "anyOf" in schema:
-        kinds = [_allowed(each) for each in schema["anyOf"] if each.get("type") != "null"]
-        return " or ".join(dict.fromkeys(kinds)) + (" or not set" if len(kinds) < len(schema["anyOf"]) else "")
+        return " or ".join(dict.fromkeys(_allowed(each) for each in schema["anyOf"] if each.get("type") != "null"))
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if values:
         return ", ".join(f"`{value}`" for value in values)
     match schema.get("type"):
         case "integer" | "number" as kind:
-            return ("whole number" if kind == "integer" else "number") + _bounds(schema)
+            return ("whole number" if kind == "integer" else kind) + _bounds(schema)
         case "string":
             return "path" if schema.get("format") == "path" else "text"
         case "boolean":
@@ -117,7 +111,7 @@ def _bounds(schema: Mapping[str, Any]) -> str:
     given = {name: schema[name] for name in words if name in schema and schema[name] < BOUNDLESS}
     if schema["type"] == "integer" and "exclusiveMinimum" in given:
         given["minimum"] = given.pop("exclusiveMinimum") + 1
-    found = [f"{word} {given[name]:,}" for name, word in words.items() if name in given]
+    found = [f"{word} {given[name]:,}".removesuffix(".0") for name, word in words.items() if name in given]
     return f" {' '.join(found)}" if found else ""
 
 
@@ -150,11 +144,14 @@ def _events() -> Iterator[str]:
 
 
 def _fields(kind: type[BaseModel], skip: frozenset[str]) -> Iterator[str]:
-    meanings = _docstrings(kind)
-    yield from ("| field | type | meaning |", "|---|---|---|")
-    for name, field in kind.model_fields.items():
-        if name not in skip:
-            yield _row(f"`{field.serialization_alias or name}`", _type(field.annotation), meanings.get(name) or DASH)
+    """Fields in a table, and below it those whose name says all."""
+    meanings = dict.fromkeys(kind.model_fields, "") | _docstrings(kind)
+    fields = {name: field for name, field in kind.model_fields.items() if name not in skip}
+    named = {n: (f"`{f.serialization_alias or n}`", _type(f.annotation, meanings[n])) for n, f in fields.items()}
+    if told := [_row(*cells, meanings[name]) for name, cells in named.items() if meanings[name]]:
+        yield from ("| field | type | meaning |", "|---|---|---|", *told, "")
+    if plain := [" ".join(cells) for name, cells in named.items() if not meanings[name]]:
+        yield f"Others: {'; '.join(plain)}."
 
 
 def _docstrings(kind: type[BaseModel]) -> dict[str, str]:
@@ -168,12 +165,13 @@ def _docstrings(kind: type[BaseModel]) -> dict[str, str]:
     return found
 
 
-def _type(annotation: object) -> str:
-    """A field's type as a reader of JSON knows it."""
+def _type(annotation: object, meaning: str = "") -> str:
+    """A field's type as a reader of JSON knows it; words that the meaning explains are not said twice."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     plain = {str: "text", int: "whole number", float: "number", bool: "`true`, `false`", type(None): "null"}
     if origin is typing.Literal:
-        return ", ".join(f"`{value}`" for value in inner)
+        values = [f"`{value}`" for value in inner]
+        return "one of these" if all(value in meaning for value in values) else ", ".join(values)
     if origin in (list, tuple):
         return f"list of {_type(inner[0])}"
     if origin is dict:
@@ -185,8 +183,7 @@ def _type(annotation: object) -> str:
 
 def _exit_codes() -> Iterator[str]:
     yield from _head("Exit codes", "`errors.py`")
-    yield "The same for every command. What to do about each, with the messages that come with it:"
-    yield "[Troubleshooting](troubleshooting.md)."
+    yield "The same for every command. [Troubleshooting](troubleshooting.md) says what to do about each."
     yield from ("", "| code | name | meaning |", "|---|---|---|")
     for code, meaning in EXIT_MEANINGS.items():
         yield _row(f"[{code.value}](troubleshooting.md#{code.value}-{code.name.lower()})", f"`{code.name}`", meaning)

@@ -25,6 +25,10 @@ RECENT = 16
 far."""
 QUIET_PAUSES = 2.0
 """Somebody has fallen silent after so many times its usual pause: by chance one pause is longer than the last."""
+SLACK = 1.5
+"""What is up to so many times the usual, or the least, counts as no worse."""
+MUCH_MORE = 2.0
+"""One has much more than others of its kind with more than so many times what these have."""
 _MOST_DOUBLED = 64
 
 

@@ -130,7 +130,7 @@ async def test_who_comes_without_a_state_waits_once_for_who_held_it(
     comes_back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names the holder and takes its state where it comes back in time; else the stage begins anew, loudly."""
-    monkeypatch.setattr(revival, "HOLDER_SECONDS", 5.0 if comes_back else 0.1)
+    monkeypatch.setattr(revival, "DOUBT_SECONDS", 5.0 if comes_back else 0.1)
     monkeypatch.setattr(revival, "LOOK_SECONDS", 0.05)
     warnings: list[Warned] = []
     async with trained_world(keepers=0, giving=0) as (made, (_, _, holder, newcomer), _):

@@ -25,8 +25,9 @@ from noloco_node.node.first_state import become_current, obtain_state
 from noloco_node.node.replica import Replica
 from noloco_node.node.revival import first_weights, revive_if_lost
 from noloco_node.node.stage_lifecycle import StageLifecycle
+from noloco_node.peers.hop import REST_A_SECOND
 from noloco_node.sizing.footprint import footprint_of
-from noloco_node.state_transfer.backups import IDLE_SHARE, GivenCopy, StageCopies
+from noloco_node.state_transfer.backups import GivenCopy, StageCopies
 from noloco_node.state_transfer.copies import (
     OPEN_COPY,
     CopyManifest,
@@ -634,7 +635,7 @@ async def test_who_says_that_it_comes_to_a_lost_stage_and_never_does_is_not_wait
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has the smaller peer id and answers, and would have been waited for as long as it liked."""
-    monkeypatch.setattr(revival, "RESTORE_SECONDS", 0.0)
+    monkeypatch.setattr(revival, "WHOLE_SECONDS", 0.0)
     async with trained_world(keepers=0) as (_, (_, _, first, second), copies):
         for replica in (first, second):
             await replica.membership.announce(PeerState.JOINING)
@@ -701,7 +702,7 @@ def test_a_large_stages_copy_is_held_until_a_home_line_has_carried_it() -> None:
     given.add(sign_copy(transport, manifest, torch.zeros(1)), keeper, 0.0, 0.0)
     now, each = 0.0, chunk // 2
     for at in range(0, size, each):
-        now += (1.0 + IDLE_SHARE) * 8 * chunk / 20e6
+        now += (1.0 + REST_A_SECOND) * 8 * chunk / 20e6
         given.tend(now)
         assert given.asked(manifest.root, keeper, at, at + each, now) is not None, now
     assert 1700.0 < now < 1900.0

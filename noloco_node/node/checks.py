@@ -188,10 +188,6 @@ def _first_line(path: str) -> str:
 
 logger = logging.getLogger(__name__)
 
-STEP_SECONDS = 1.0
-"""If the wall's clock moves by so many seconds more or less than the monotonic one, it was set, or the machine
-slept."""
-
 
 class ClockWatch:
     """Says once that this machine's clock has become wrong, and once that it is right again, by what others that answer
@@ -204,14 +200,15 @@ class ClockWatch:
         self._wrong = False
 
     async def keep(self) -> NoReturn:
-        """Look now and then, and soon after the clock was set."""
+        """Look now and then, and soon after the wall's clock was set or the machine slept. It has moved more than the
+        monotonic one then, or less."""
         asked, apart = ambient.monotonic(), _apart()
         while True:
             # Nothing tells that the clock was set: looking again is the only way.
             await asyncio.sleep(LOOK_SECONDS)
             # Drift is slow while the clock runs evenly.
             pause = 30.0 if self._wrong else 600.0
-            if ambient.monotonic() - asked >= pause or abs(_apart() - apart) > STEP_SECONDS:
+            if ambient.monotonic() - asked >= pause or abs(_apart() - apart) > CLOCK_WARNING_SECONDS:
                 asked, apart = ambient.monotonic(), _apart()
                 await self.look()
 

@@ -22,7 +22,6 @@ from noloco_node.identity.addresses import peers_at
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.replica import Replica
 from noloco_node.node.revival import (
-    HOLDER_SECONDS,
     FirstWeights,
     first_weights,
     revive,
@@ -109,7 +108,7 @@ async def _bring_back(
         return None
     further = [(peer, held) for peer, held in holders if saved_clock is None or held.clock > saved_clock]
     if further and stays.moving is None and not members.stage_peers(*SERVING):
-        stays.emit(state_elsewhere(replica.stage, further, HOLDER_SECONDS))
+        stays.emit(state_elsewhere(replica.stage, further, DOUBT_SECONDS))
         await wait_for_holder(members, further)
     revived = await revive_if_lost(
         spec,

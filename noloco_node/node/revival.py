@@ -20,8 +20,9 @@ from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import SERVING, PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.stage import build_stage
-from noloco_node.placement.arrival import lacks_first_weights, no_first_weights
+from noloco_node.placement.arrival import DOUBT_SECONDS, START_SECONDS, lacks_first_weights, no_first_weights
 from noloco_node.state_transfer.backups import StageCopies
+from noloco_node.state_transfer.rate import WHOLE_SECONDS
 from noloco_node.storage.checkpoint import Checkpoint
 from noloco_node.telemetry.events import Warned
 from noloco_node.telemetry.words import as_long
@@ -33,13 +34,6 @@ logger = logging.getLogger(__name__)
 
 FirstWeights = Callable[[], Awaitable[Tensor]]
 """A function that gives the first weights [parameters] of a stage of the run, fp32."""
-
-HOLDER_SECONDS = 15.0
-"""How long a node without a state waits for a peer that held it when it was last seen at work; once."""
-HOLDER_LOADS_SECONDS = 60.0
-"""The seconds for which a node waits for a peer that holds the state of its stage and is on its way back there."""
-RESTORE_SECONDS = 600.0
-"""A node that comes to a lost stage waits so many seconds for another that came as well and announces itself."""
 
 
 def first_weights(spec: RunSpec, stage: int) -> FirstWeights:
@@ -53,13 +47,13 @@ def first_weights(spec: RunSpec, stage: int) -> FirstWeights:
 
 
 async def wait_for_holder(membership: Membership, holders: Sequence[tuple[PeerId, HeldState]]) -> bool:
-    """Wait, within bounds, until a stage peer serves the stage; longer while one of `holders` is on its way back to it.
-    False where none came."""
+    """Wait, once and within bounds, until a stage peer serves the stage: one that held its state when it was last seen
+    at work. Longer while one of `holders` is on its way back to it. False where none came."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     while not membership.stage_peers(*SERVING):
         back = {peer for peer, _ in holders} & set(membership.stage_peers(PeerState.JOINING))
-        if loop.time() - began >= (HOLDER_LOADS_SECONDS if back else HOLDER_SECONDS):
+        if loop.time() - began >= (START_SECONDS if back else DOUBT_SECONDS):
             return False
         # The directory gives no sign of a change: asking again is the only way.
         await asyncio.sleep(LOOK_SECONDS)
@@ -100,7 +94,8 @@ async def revive_if_lost(
     untrained weights beside trained ones. Unless the loss is `confirmed`, the stage must therefore be seen empty for
     the life of a record.
 
-    If several nodes come at once, the one with the smallest peer id restores the stage, and the others wait for it. A
+    If several nodes come at once, the one with the smallest peer id restores the stage, and the others wait for it, for
+    as long as a copy may take. A
     seeded stage's clock is 0: should a stage peer appear after all, it is this replica that lags and takes the other's
     state. Raises UserError (NO_STATE_SOURCE) if the run began with weights that this node does not have, and nothing
     else is left.
@@ -169,7 +164,7 @@ async def _is_lost(spec: RunSpec, membership: Membership, own: PeerId, confirmed
         if not any(record.outer_steps_taken for record in trains) or membership.willing_stage_peers(*SERVING):
             return False
         first_comer = all(own < stage_peer for stage_peer in membership.stage_peers(PeerState.JOINING))
-        if loop.time() >= until + (0.0 if first_comer else RESTORE_SECONDS):
+        if loop.time() >= until + (0.0 if first_comer else WHOLE_SECONDS):
             return True
         # The directory gives no sign of a change: asking again is the only way.
         await asyncio.sleep(LOOK_SECONDS)

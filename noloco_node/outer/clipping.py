@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from statistics import median, median_low
 
 from noloco_node.outer.replica import OuterReplica
-from noloco_node.tallies import FEW_PEERS, PeerTable
+from noloco_node.tallies import FEW_PEERS, RECENT, SLACK, PeerTable
 
 CLIP_MULTIPLE = 3.0
 """The multiple of the median of recent differences at which the difference to a partner is clipped."""
-_MOTIONS_REMEMBERED = 8
 _TRUST = 4.0
 _GROSS = 10.0
 """A peer whose difference is beyond so many times the bound is a stranger; honest differences after a partition are
@@ -22,7 +21,6 @@ _TALLEST = 4.0
 _TAKEN = 0.5
 """A partner may take back this share of what a replica has learnt since its last outer step. Averaging with a partner
 that has learnt nothing takes as much."""
-_LIKE_OTHERS = 1.5
 _CHANCE = 0.25
 """The share of a replica's own motion that a partner may take back by chance. If little is learnt between two
 exchanges, an honest partner lacks the replica's own noise. That looks as if the partner took something back."""
@@ -47,7 +45,7 @@ class DifferenceBound:
     def __init__(self) -> None:
         self._latest = PeerTable[str, float](FEW_PEERS)
         self._near = PeerTable[str, None]()
-        self._motions: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
+        self._motions: deque[float] = deque(maxlen=RECENT)
 
     def bound(self, own_motion: float) -> float:
         """Largest norm accepted whole now; 0 before anything was learnt.
@@ -99,7 +97,7 @@ class Regress:
 
     def __init__(self) -> None:
         self._latest = PeerTable[str, float](FEW_PEERS)
-        self._learnt: deque[float] = deque(maxlen=_MOTIONS_REMEMBERED)
+        self._learnt: deque[float] = deque(maxlen=RECENT)
 
     def scale(self, peer: str, taken: float, learnt: float, own_motion: float, *, stage_peers: int) -> float:
         """Factor in (0, 1] for a difference to `peer` that takes `taken` back where `learnt` was learnt
@@ -110,7 +108,7 @@ class Regress:
         others = [norm for other, norm in self._latest.items() if other != peer]
         most = math.inf
         if self._learnt and (others or stage_peers > 1):
-            like_others = _LIKE_OTHERS * median(others) if others else 0.0
+            like_others = SLACK * median(others) if others else 0.0
             most = max(_TAKEN * median_low(self._learnt), like_others, _CHANCE * own_motion)
         self._latest[peer] = min(max(0.0, taken), most)
         return min(1.0, most / taken) if taken > 0.0 else 1.0

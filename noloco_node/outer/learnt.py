@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from noloco_node.outer.modulo_codes import BLOCK
+from noloco_node.outer.workplace import IN_CACHE
+from noloco_node.tallies import RECENT
 
-LEARNT_STEPS = 16
-"""What a replica itself has learnt is averaged over so many outer steps. Over fewer, honest partners seem to take back
-what it learnt in the last steps, for these are all that they lack."""
 MOST_BLOCKS = 4096
 """Blocks that are looked at."""
-_PIECE = 64
-"""The number of blocks that are worked on together, so that they stay in a processor's cache."""
 
 
 def learnt_bytes(size: int) -> int:
@@ -29,8 +26,9 @@ def learnt_bytes(size: int) -> int:
 
 
 class LearntWay:
-    """A moving average of a replica's own Δ = θ − φ, and the difference to the partners of the open step, both on the
-    blocks that are looked at. Vectors are flat; a `start` is a place in the stage's vector, at a block's beginning."""
+    """A moving average over `RECENT` steps of a replica's own Δ = θ − φ, and the difference to the partners of the open
+    step, both on the blocks that are looked at. Vectors are flat; a `start` is a place in the stage's vector, at a
+    block's beginning."""
 
     def __init__(self, size: int, dtype: torch.dtype, seed: int) -> None:
         """For a stage of `size` weights."""
@@ -65,7 +63,7 @@ class LearntWay:
     def learn(self, fast: Tensor, slow: Tensor, start: int) -> None:
         """A step is taken on the weights that begin at `start`: this replica brought Δ = fast − slow to it."""
         way = self._way[self._place(start, start + len(fast))]
-        way.lerp_(self._of(fast, start) - self._of(slow, start), 1 / LEARNT_STEPS)
+        way.lerp_(self._of(fast, start) - self._of(slow, start), 1 / RECENT)
 
     def taken_back(self, fast: Tensor, slow: Tensor, most: float) -> tuple[float, float]:
         """How far the difference, each value within ± `most`, leads back along the way, and how far Δ has come along
@@ -92,9 +90,9 @@ class LearntWay:
 
     def _pieces(self) -> list[tuple[int, int]]:
         """The stage in pieces of which not too much is looked at."""
-        step = _PIECE * BLOCK
+        step = IN_CACHE
         if self._chosen is not None:
-            step = max(step, self._size // MOST_BLOCKS * _PIECE // BLOCK * BLOCK)
+            step = max(step, self._size // MOST_BLOCKS * (IN_CACHE // BLOCK) // BLOCK * BLOCK)
         return [(start, min(start + step, self._size)) for start in range(0, self._size, step)]
 
     def _of(self, values: Tensor, start: int) -> Tensor:

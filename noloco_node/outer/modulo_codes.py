@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from noloco_node.outer.workplace import HOST, on_host
+from noloco_node.outer.workplace import HOST, IN_CACHE, on_host
 
 _SIDE = 32
 BLOCK = _SIDE * _SIDE
@@ -70,14 +70,16 @@ def _hadamard_(rows: Tensor) -> Tensor:
 DITHER_LEVELS = 1 << 16
 SKETCH_PER_BLOCK = 8
 
-_WEYL = 40503
+WEYL = 40503
+"""An odd number by which a dither goes on from a value to the next, modulo `DITHER_LEVELS`."""
 _PRIOR_SAMPLES = 2.0
-_FINEST_STEP = 2.0**-18
-_LARGEST_CODE = 2.0**23
-_BLOCKS_IN_CACHE = 128
-_BLOCKS_ON_A_DEVICE = 16 * _BLOCKS_IN_CACHE
+_LARGEST_CODE = 1.0 / torch.finfo(torch.float32).eps
+"""fp32 holds every whole number up to this one, 2^23."""
+_FINEST_STEP = _SIDE / _LARGEST_CODE
+_BLOCKS_IN_CACHE = IN_CACHE // BLOCK
+_BLOCKS_ON_A_DEVICE = 32 * _BLOCKS_IN_CACHE
 """The number of blocks that a device works on at once. Its memory for a chunk then grows little with the chunk."""
-_AMBIGUOUS = -128
+_AMBIGUOUS = torch.iinfo(torch.int8).min
 """This code is half the range either way, so it counts as no difference."""
 
 
@@ -209,7 +211,7 @@ def pieces_of(blocks: int, device: torch.device) -> list[slice]:
 
 def within_block() -> Tensor:
     """The dither's Weyl sequence in a block: int32 in [0, 2^16), evenly spread."""
-    return torch.arange(BLOCK, dtype=torch.int32).mul_(_WEYL).bitwise_and_(DITHER_LEVELS - 1)
+    return torch.arange(BLOCK, dtype=torch.int32).mul_(WEYL).bitwise_and_(DITHER_LEVELS - 1)
 
 
 def offsets(seed: int, start: int, count: int) -> Tensor:

@@ -16,17 +16,16 @@ from torch import Tensor
 from noloco_node.finite import all_finite
 from noloco_node.outer.codec import Codec, Coding
 from noloco_node.outer.decoupled import add_where_whole_
-from noloco_node.outer.learnt import LEARNT_STEPS, LearntWay
+from noloco_node.outer.learnt import LearntWay
 from noloco_node.outer.update import OuterRule, contribution, step_
-from noloco_node.outer.workplace import HOST, Accelerator, Workplace, on_host
+from noloco_node.outer.workplace import HOST, IN_CACHE, Accelerator, Workplace, on_host
+from noloco_node.tallies import RECENT
 
-_IN_CACHE = 1 << 16
-"""The number of values that are worked on together, so that they stay in a processor's cache."""
 _LARGEST_SQUARE = 1e60
 """A chunk with a larger sum of squares counts as not finite: decoded, its values might be."""
 _DEVICE_BYTES = 30
 """Bytes of a device's memory that the arithmetic takes for each weight of a chunk, at the highest."""
-TRAIL_STEPS = LEARNT_STEPS
+TRAIL_STEPS = RECENT
 """A trail averages over so many outer steps (decision 4)."""
 
 
@@ -345,7 +344,7 @@ class OuterReplica:
 
 def _pieces(part: slice, device: torch.device = HOST) -> list[slice]:
     """A range in pieces that stay in a processor's cache, or in one piece for another device."""
-    size = _IN_CACHE if on_host(device) else max(1, part.stop - part.start)
+    size = IN_CACHE if on_host(device) else max(1, part.stop - part.start)
     return [slice(at, min(at + size, part.stop)) for at in range(part.start, part.stop, size)]
 
 

@@ -18,6 +18,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
+IN_CACHE = 1 << 16
+"""The number of values that are worked on together on the host, so that they stay in a processor's cache."""
 
 
 def on_host(device: torch.device) -> bool:

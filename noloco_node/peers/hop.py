@@ -13,24 +13,23 @@ from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
 from noloco_node.config.run_spec import ActivationCodec
-from noloco_node.tallies import BANS, NO_REST, Rest, moved
+from noloco_node.tallies import BANS, NO_REST, SLACK, Rest, moved
 
-TOLERANCE = 1.5
-"""A peer is slow if it takes more than so many times as long as its stage peers. It is asked less by the square of the
-excess."""
 SLOWNESS_HALVES_AFTER = 20.0
 """Slowness halves in so many times as long as the peer takes: one slow answer costs its giver some minutes at most."""
-FAILURES_HALVE_SECONDS = 30.0
 LEAST_WEIGHT = 1 / 16
 """The least weight of a peer, even if its answers never bring anything. It costs little time, and the peer may have
 recovered."""
 LITTLE = 1 / 4
 """A peer that brings less than this share of what its stage peers bring does no work."""
 HANG_SECONDS = 1.0
-"""A failure that took more seconds has held a request up for nothing."""
-REST_MULTIPLE = 3.0
-"""A peer that has held requests up rests for so many times the last failure's seconds. Each time but the first adds as
-much again."""
+"""A failure that took more seconds has held a request up for nothing. A refused peer asks again within this time, if it
+still wants a place."""
+ASK_SECONDS = 0.5
+"""To ask another peer takes about so many seconds."""
+REST_A_SECOND = 3.0
+"""What costs a second for nothing, or of a line that training needs, rests for so many seconds after it. It then costs
+a quarter of the time at most."""
 LONGEST_MEMORY_SECONDS = 600.0
 """A peer rests at most so many seconds, and its slow line or a request that it held up is remembered as long."""
 SET_ASIDE_AT = 3.0
@@ -41,7 +40,7 @@ every ninth of them is set aside in the end, however it spreads its lies. Also t
 off, and the doubt that goes with each `TRIAL_SECONDS` once a trial is over."""
 TRIAL_SECONDS = BANS.first
 """How long after a contradiction a peer gets no ordinary microbatch, if no audits clear it before. Bounded, since where
-too few others are left nobody can clear it."""
+too few others are left nobody can clear it. What is held against a peer that brought nothing halves in this time."""
 
 
 class Trust(IntEnum):
@@ -156,7 +155,7 @@ def _came_at(hop: Hop, now: float) -> float:
     """The share of requests that brought something, as time has forgiven."""
     if hop.came == 1.0:
         return 1.0
-    return 1.0 - (1.0 - hop.came) * 0.5 ** ((now - hop.at) / FAILURES_HALVE_SECONDS)
+    return 1.0 - (1.0 - hop.came) * 0.5 ** ((now - hop.at) / TRIAL_SECONDS)
 
 
 def _forgiven(hop: Hop, now: float, reference: float) -> float:
@@ -178,7 +177,8 @@ def after_request(hop: Hop, began: float, now: float, how: RequestOutcome, *, an
     """Note that the request that began then has ended; returns the seconds for which the peer is to be left alone.
 
     The first time in a while that it held requests up for nothing costs it none, since a node may stand still for a
-    moment. `any_came` says whether any peer has ever brought what was asked for.
+    moment. Each further one adds `REST_A_SECOND` times the last failure's seconds. `any_came` says whether any peer has
+    ever brought what was asked for.
     """
     if began not in hop.under_way or how is RequestOutcome.UNTOLD:
         return 0.0
@@ -196,7 +196,7 @@ def after_request(hop: Hop, began: float, now: float, how: RequestOutcome, *, an
         hop.hangs = NO_REST
     if began >= hop.hangs.until - LONGEST_MEMORY_SECONDS:  # those that were under way together are one
         hop.hangs = Rest(hop.hangs.times + 1, now + LONGEST_MEMORY_SECONDS)
-    return min(LONGEST_MEMORY_SECONDS, REST_MULTIPLE * (hop.hangs.times - 1) * took)
+    return min(LONGEST_MEMORY_SECONDS, REST_A_SECOND * (hop.hangs.times - 1) * took)
 
 
 def yields_little(hop: Hop, others: Iterable[Hop | None], now: float) -> bool:
@@ -220,7 +220,7 @@ def bounds_of(hops: Iterable[Hop | None], now: float) -> Bounds:
 def weight_of(hop: Hop, bounds: Bounds, now: float) -> float:
     """How often to ask a peer, beside 1 for one that is as quick as its stage peers."""
     reference, best = bounds
-    if not hop.under_way and hop.came == 1.0 and (hop.seconds or 0.0) <= TOLERANCE * reference:
+    if not hop.under_way and hop.came == 1.0 and (hop.seconds or 0.0) <= SLACK * reference:
         return 1.0
     seconds = _forgiven(hop, now, reference)
     if hop.under_way:
@@ -229,10 +229,11 @@ def weight_of(hop: Hop, bounds: Bounds, now: float) -> float:
 
 
 def slowness(seconds: float, reference: float) -> float:
-    """The weight of a peer that takes so many seconds, beside 1 where the reference is usual; 0 is not known."""
-    most = TOLERANCE * reference
+    """The weight of a peer that takes so many seconds, beside 1 where the reference is usual; 0 is not known. It falls
+    by the square of what is beyond the `SLACK`."""
+    most = SLACK * reference
     return 1.0 if seconds <= most or reference <= 0.0 else (most / seconds) ** 2
 
 
 def _yield(came: float, best: float) -> float:
-    return 1.0 if came * TOLERANCE >= best else max(LEAST_WEIGHT, came / best)
+    return 1.0 if came * SLACK >= best else max(LEAST_WEIGHT, came / best)

@@ -26,13 +26,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.hop import LEAST_WEIGHT, LONGEST_MEMORY_SECONDS, slowness
+from noloco_node.peers.hop import LEAST_WEIGHT, LONGEST_MEMORY_SECONDS, REST_A_SECOND, slowness
 from noloco_node.peers.scorecard import Partner, PeerBook
-from noloco_node.tallies import NO_REST, RECENT, Doubling, Rest, moved
+from noloco_node.tallies import NO_REST, RECENT, SLACK, Doubling, Rest, moved
 
-REST_PER_SECOND_LOST = 3.0
-"""A stage peer rests so many seconds for each second of a lost exchange. It costs another a quarter of its time at
-most."""
 RESTS = Doubling(1.0, 120.0)
 """These are the shortest rests in seconds: the first is 1 s, each further one is twice as long, up to 120 s."""
 VISITS_SAVED = 2.0
@@ -44,7 +41,6 @@ STRANGERS = PeerId("")
 PROBATION_ROUNDS = 4
 """Probation lasts at most so many outer steps of H inner steps. A newcomer that no stage peer had time for stays on
 probation for so many times that bound, since its copy is as old as when it came."""
-LOSS_TOLERANCE = 1.1
 
 Ending = Literal["in_line", "time"]
 
@@ -52,7 +48,7 @@ Ending = Literal["in_line", "time"]
 def after_lost_exchange(rest: Rest, seconds: float, now: float) -> Rest:
     """The rest after an exchange that took `seconds` and came to nothing. The first in a row brings none: a stage peer
     that died and came back must not wait. Each further one doubles the shortest rest."""
-    return rest.again(RESTS, now, at_least=REST_PER_SECOND_LOST * seconds) if rest.times else Rest(1, now)
+    return rest.again(RESTS, now, at_least=REST_A_SECOND * seconds) if rest.times else Rest(1, now)
 
 
 class Partners:
@@ -193,13 +189,13 @@ class Meeting:
 def in_line(meeting: Meeting) -> bool:
     """Tell whether the newcomer is where its stage peers are.
 
-    It is so near that nothing would be clipped. If both losses are known, its own is at most a tenth above the other's.
+    It is so near that nothing would be clipped. If both losses are known, its own is within the `SLACK` of the other's.
     """
     if not meeting.difference <= meeting.bound:  # not `>`: NaN is in line with nothing
         return False
     if meeting.own_loss is None or meeting.stage_peer_loss is None:
         return True
-    return meeting.own_loss <= LOSS_TOLERANCE * meeting.stage_peer_loss
+    return meeting.own_loss <= SLACK * meeting.stage_peer_loss
 
 
 class RecentLoss:

@@ -27,9 +27,8 @@ from noloco_node.tallies import BANS, NO_REST, Doubling, PeerTable, Rest
 logger = logging.getLogger(__name__)
 
 TOLERATED = 10.0
-"""A peer may have so many offences on its account; the next one brings a ban."""
-FORGIVEN_A_SECOND = 1.0 / 30.0
-"""Each second takes so many offences off the account."""
+"""A peer may have so many offences on its account; the next one brings a ban. One is forgiven in the time of the first
+ban."""
 ANSWER_SECONDS = 60.0
 """An answer counts for so many seconds."""
 SILENCES_TOLERATED = 1
@@ -44,9 +43,6 @@ ASKS_REMEMBERED = 4 * ASKS_ALLOWED
 """The number of latest asks for work that are remembered of peers without work so far."""
 FAILURE_ASKS = 6
 """Work that a peer was given and that came to nothing counts as so many asks: the third in a row is too many."""
-REST_AN_ASK = 0.25
-"""A peer rests for this part of the time that it was asked in vain, or as a banned peer if that is more. The rest
-doubles with each failed chance."""
 
 
 class Offence(StrEnum):
@@ -91,7 +87,7 @@ def after_offence(standing: BanRecord, offence: Offence, now: float) -> BanRecor
     """
     if standing.banned(now):
         return standing
-    offences = max(0.0, standing.offences - (now - standing.since) * FORGIVEN_A_SECOND) + 1.0
+    offences = max(0.0, standing.offences - (now - standing.since) / BANS.first) + 1.0
     if offences <= TOLERATED:
         return BanRecord(offences, now, standing.ban, standing.reason)
     return BanRecord(0.0, now, standing.ban.ban(now), offence)
@@ -306,8 +302,9 @@ class PeerStats:
         known.asks += asks
 
     def _rests(self, known: Scorecard) -> bool:
-        """Whether a peer that was asked in vain is still left alone."""
-        rest = Doubling(max(BANS.first, REST_AN_ASK * (known.asked_at - known.asks_began_at)), math.inf)
+        """Whether a peer that was asked in vain is still left alone: for as long as it was asked, or as a banned peer
+        if that is more, and twice as long with each failed chance."""
+        rest = Doubling(max(BANS.first, known.asked_at - known.asks_began_at), math.inf)
         return self._clock() - known.asked_at < rest.after(known.chances)
 
     def asks_lately(self) -> tuple[int, int]:

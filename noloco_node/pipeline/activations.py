@@ -28,22 +28,25 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import INT4_BLOCK, INT8_BLOCK, ActivationCodec, token_bytes
+from noloco_node.finite import INLINE_ELEMENTS
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.outer.modulo_codes import signs
+from noloco_node.outer.modulo_codes import DITHER_LEVELS, WEYL, signs
+from noloco_node.peers.hop import ASK_SECONDS
 from noloco_node.peers.scorecard import PeerBook
 from noloco_node.tallies import moved
 from noloco_node.training.trainer import NUMBERS
 from noloco_node.transport.messages import BODY_FRAME_BYTES
 
-STEPS = 127
+STEPS = torch.iinfo(torch.int8).max
 """Codes of int8 go from minus so many to plus so many."""
 INT4_STEPS = 7
 """The largest number of a rotated block is so many steps of int4."""
 _HALF = INT4_BLOCK // 2
-_PERIOD = 1 << 16
-_WEYL, _NEXT_TOKEN = 40503, 27571
-"""Odd numbers: by them the dither goes on from a number to the next, and from a token to the next."""
+_NEXT_TOKEN = 27571
+"""An odd number by which the dither goes on from a token to the next, as by `WEYL` from a number to the next."""
 
+INLINE_NUMBERS = INLINE_ELEMENTS // 8
+"""The count of numbers that are coded on the event loop, which takes 0.2 ms; more are coded beside it."""
 DTYPES: dict[ActivationCodec, torch.dtype] = {**NUMBERS, "int8": torch.uint8, "int4": torch.uint8}
 """Type of what travels, by the codec's name."""
 
@@ -55,11 +58,6 @@ hide which microbatches are copies for an audit, since those go by the codec of 
 LONGER = 1 / 256
 """The least time of carrying grows by this part towards the latest time. A way that has become longer is believed after
 some hundreds of microbatches. A way that only has more traffic is found free now and then by that time."""
-ASK_FIRST_SECONDS = 0.25
-"""A peer is asked before the bytes of a microbatch go if these take longer to come to it. To ask takes a round trip,
-which is less. A peer that is full refuses only when they have crossed the line, and then they cross it again."""
-INLINE_NUMBERS = 1 << 15
-"""The count of numbers that are coded on the event loop, which takes 0.2 ms; more are coded beside it."""
 
 
 class LinkCodecs:
@@ -89,13 +87,15 @@ class LinkCodecs:
         return codec_for(self._bytes, link.carrying, link.work)
 
     def asks_first(self, peer: PeerId, wire: Tensor, codec: ActivationCodec) -> bool:
-        """Whether a microbatch takes so long to come to `peer`, which is half of there and back, that it asks first.
+        """Whether a microbatch and its gradient take so long to cross the line that it asks first.
 
-        A large one does if that is not known yet: the first ones of an origin go out together, and fill its line.
+        A peer that is full refuses only when the bytes have crossed the line, and then they cross it again. To ask
+        takes a round trip. A large one asks first if nothing is known yet: the first ones of an origin fill its line
+        together.
         """
         link = self._book.of(peer).hop
         seconds = None if link is None else link.carrying.get(codec)
-        return wire.nbytes > BODY_FRAME_BYTES if seconds is None else seconds / 2 > ASK_FIRST_SECONDS
+        return wire.nbytes > BODY_FRAME_BYTES if seconds is None else seconds > ASK_SECONDS
 
     def carried(self, peer: PeerId, codec: ActivationCodec, took: float, work: float | None) -> float:
         """A microbatch went to `peer` and its gradient came back after `took` seconds. Returns the seconds that it
@@ -239,6 +239,6 @@ def _rotation() -> Tensor:
 
 def _dither(tokens: int, numbers: int) -> Tensor:
     """In [0, 1), by the place of the token and of the number in it: fp32 [tokens, numbers], evenly spread."""
-    first = torch.arange(tokens, dtype=torch.int64).mul_(_NEXT_TOKEN).remainder_(_PERIOD).to(torch.float32)
-    within = torch.arange(numbers, dtype=torch.int64).mul_(_WEYL).remainder_(_PERIOD).to(torch.float32)
-    return (first[:, None] + within).remainder_(_PERIOD).div_(_PERIOD)
+    first = torch.arange(tokens, dtype=torch.int64).mul_(_NEXT_TOKEN).remainder_(DITHER_LEVELS).to(torch.float32)
+    within = torch.arange(numbers, dtype=torch.int64).mul_(WEYL).remainder_(DITHER_LEVELS).to(torch.float32)
+    return (first[:, None] + within).remainder_(DITHER_LEVELS).div_(DITHER_LEVELS)

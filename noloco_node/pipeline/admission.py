@@ -19,19 +19,16 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.clocks import RECENT_MICROBATCHES, weighted_median
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.hop import ASK_SECONDS, HANG_SECONDS
 from noloco_node.peers.scorecard import WORK_SECONDS, PeerBook
 from noloco_node.pipeline.messages import MicrobatchHeader
-from noloco_node.tallies import FEW_PEERS, QUIET_PAUSES, Budget, PeerBudgets, PeerTable, PeerTimes, moved
+from noloco_node.tallies import FEW_PEERS, MUCH_MORE, QUIET_PAUSES, Budget, PeerBudgets, PeerTable, PeerTimes, moved
+from noloco_node.training.bounds import SHARE
 from noloco_node.training.compute_thread import DeviceLoad, QueueTurn
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release
 
-WANTED_SECONDS = 1.0
-"""A refused peer is taken to want a place for so many seconds; it asks again within a fraction of that."""
-AHEAD_SECONDS = 0.5
-"""A microbatch is sent on to others if more than so many seconds of a device's work wait before it. To ask another peer
-takes about as long."""
 ASKS_TO_WAIT = 2
 """After so many asks that came to nothing, a microbatch may wait wherever there is a place. A sender that has asked all
 the peers it sees counts as many."""
@@ -45,7 +42,8 @@ class MicrobatchLimiter:
     that has more than its part. While some peers' places came to something of late, half of all places are for them.
     Keys that were never seen before cost nothing, and a place is held for as long as its body is on its way.
 
-    If the device has enough work waiting, a sender that has not asked around yet is refused as well. Another device may
+    If more work waits for the device than it takes to ask another peer, a sender that has not asked around yet is
+    refused as well. Another device may
     be idle, and only this node knows how long a microbatch takes here.
     """
 
@@ -81,7 +79,7 @@ class MicrobatchLimiter:
     def take(self, peer: PeerId, asks: int = ASKS_TO_WAIT) -> Release:
         """A place for one microbatch of `peer`, which has asked so often for it before, this node or others; what is
         returned gives it back. Refused (`busy`) if none is free, or where it would wait and has not asked around."""
-        if asks < ASKS_TO_WAIT and (ahead := self._ahead_of(peer)) * self._usual > AHEAD_SECONDS:
+        if asks < ASKS_TO_WAIT and (ahead := self._ahead_of(peer)) * self._usual > ASK_SECONDS:
             raise Refused(Refusal.BUSY, f"{ahead} microbatches wait for the device before yours")
         if self._count >= self._limit:
             self._want(peer)
@@ -144,7 +142,7 @@ class MicrobatchLimiter:
         return of_peer >= max(1, self._limit // len({peer, *self._taken, *self._wanted}))
 
     def _want(self, peer: PeerId) -> None:
-        self._wanted[peer] = self._clock() + WANTED_SECONDS
+        self._wanted[peer] = self._clock() + HANG_SECONDS
 
 
 def _one_less(counts: dict[PeerId, int], peer: PeerId) -> None:
@@ -153,16 +151,6 @@ def _one_less(counts: dict[PeerId, int], peer: PeerId) -> None:
         counts[peer] = left
     else:
         del counts[peer]
-
-
-MOST_TIMES_OTHERS = 2.0
-"""A sender with losses unlike the others' keeps at most so many times the pace of the median other sender. Beside two
-others that is half of what is trained. One origin of four that flooded with wrong labels had 78 % of the last stage's
-tokens."""
-
-
-EIGHTH = 1 / 8
-"""A sender whose median loss lies in the lowest or highest part of this size of the others' losses has another text."""
 
 
 class _Taken(NamedTuple):
@@ -203,11 +191,13 @@ class _Sender:
 class SourceShares:
     """What the inner steps took in of each sender of late, and whether it may bring more.
 
-    An honest sender that is much faster than the others has no bound: its losses are like theirs. Wrong labels lose
-    more than the others' text while they are the smaller part, and make that lose more where they are the larger one.
-    Before the model has learnt anything all texts lose the same, so each sender is bounded. The median sender is
-    weighed by its pace: keys that bring little lower the bound for nobody. A sender with fewer than two others at work
-    has none.
+    A sender with losses unlike the others' keeps at most `MUCH_MORE` times the pace of the median other sender. Beside
+    two others that is half of what is trained. One origin of four that flooded with wrong labels had 78 % of the last
+    stage's tokens. An honest sender that is much faster than the others has no bound: its losses are like theirs. Wrong
+    labels lose more than the others' text while they are the smaller part, and make that lose more where they are the
+    larger one. Before the model has learnt anything all texts lose the same, so each sender is bounded. The median
+    sender is weighed by its pace: keys that bring little lower the bound for nobody. A sender with fewer than two
+    others at work has none.
     """
 
     def __init__(self, losses_tell: Callable[[], bool], now: Callable[[], float] = ambient.monotonic) -> None:
@@ -228,15 +218,16 @@ class SourceShares:
         if len(others) < 2 or own is None:
             return True
         paces = [each.pace(now) for each in others]
-        if own.pace(now, tokens) <= MOST_TIMES_OTHERS * weighted_median(zip(paces, paces, strict=True)):
+        if own.pace(now, tokens) <= MUCH_MORE * weighted_median(zip(paces, paces, strict=True)):
             return True
         return self._losses_tell() and _alike(own, others)
 
 
 def _alike(own: _Sender, others: Sequence[_Sender]) -> bool:
+    """Whether the median loss of a sender lies within all but the lowest and the highest part of the others' losses."""
     middle = median(own.losses)
     lower = sum([loss < middle for each in others for loss in each.losses])
-    return EIGHTH <= lower / sum([len(each.losses) for each in others]) <= 1.0 - EIGHTH
+    return SHARE <= lower / sum([len(each.losses) for each in others]) <= 1.0 - SHARE
 
 
 STRANGERS_SHARE = 0.03

@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn, TypeVar
 
-import torch
 from torch import Tensor
 
 from noloco_node import ambient
-from noloco_node.finite import INLINE_ELEMENTS
+from noloco_node.finite import ALIKE, INLINE_ELEMENTS, products
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.peers.hop import TRIAL_SECONDS, Trust
-from noloco_node.pipeline.admission import WANTED_SECONDS
+from noloco_node.peers.hop import HANG_SECONDS, TRIAL_SECONDS, Trust
 from noloco_node.pipeline.messages import NO_FAILURE, Outgoing, Trained
 from noloco_node.pipeline.routing import LoadBalancer
 from noloco_node.training.bounds import Leanings, NormBound
@@ -35,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ALIKE = 0.5
-"""Two gradients less alike than this contradict each other (decision 12 has what was measured)."""
 JURY = 3
 """Peers without which no contradiction can be decided, so that none is looked for."""
 PATIENCE = 4.0
@@ -66,13 +62,8 @@ class Finding(StrEnum):
 def likeness(one: Tensor, other: Tensor) -> float:
     """2⟨a, b⟩ / (‖a‖² + ‖b‖²) of two tensors of the same shape: 1 where they are equal, -1 where one is the other with
     its sign turned; also small where one is much larger than the other."""
-    product = squares = 0.0
-    one, other = one.flatten(), other.flatten()
-    for start in range(0, one.numel(), INLINE_ELEMENTS):
-        a, b = (whole[start : start + INLINE_ELEMENTS].double() for whole in (one, other))
-        product += float(torch.dot(a, b))
-        squares += float(torch.dot(a, a) + torch.dot(b, b))
-    return 2.0 * product / squares if squares > 0.0 else 1.0
+    product, *squares = products(one, other)
+    return 2.0 * product / sum(squares) if any(squares) else 1.0
 
 
 def odd_one_out(first: Tensor, second: Tensor, third: Tensor) -> int | None:
@@ -210,7 +201,7 @@ class Auditor:
                 return (await self.train_again(peer, case.outgoing, case.budget)).gradient
         except Refused as refusal:
             why = str(refusal)
-            silent = WANTED_SECONDS if refusal.reason in NO_FAILURE else TRIAL_SECONDS
+            silent = HANG_SECONDS if refusal.reason in NO_FAILURE else TRIAL_SECONDS
         except (TransportError, TimeoutError) as error:
             why = repr(error)
         logger.debug("%s gave no answer to an audit: %s", peer, why)
@@ -239,4 +230,5 @@ async def _off_loop(compare: Callable[..., T], *gradients: Tensor) -> T:
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Two gradients less alike contradict each other (decision 12 has what was measured)."""
     return likeness(one, other) >= ALIKE

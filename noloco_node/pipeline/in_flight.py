@@ -15,19 +15,15 @@ from typing import Literal
 from noloco_node import ambient
 from noloco_node.aio import Pulse
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST
-from noloco_node.tallies import moved
+from noloco_node.tallies import RECENT, moved
 
 FIRST = 2
-WINDOW = 12
-"""One rate is measured over so many microbatches, or over three times the number under way if that is more."""
 FRESH = 40
 """A rate is believed for at most so many windows; then that number is tried again. It is never believed for longer than
 the origin had been watching when it was seen. The first windows tell only of a swarm that is beginning."""
 ENOUGH_WAITING = 2.0
-"""If so many own microbatches wait for devices on average, the devices that limit the pipeline are at work."""
-MOST_WAITING = 3.0
-"""If more own microbatches wait for devices, they take places from other origins. Nothing is won, since the others do
-the same."""
+"""If so many own microbatches wait for devices on average, the devices that limit the pipeline are at work. If more
+than one beyond them waits, they take places from other origins: nothing is won, since the others do the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class Rate:
 
 def of_use(kept: int, waiting: float) -> int:
     """Microbatches that may be of use under way, where `kept` are, of which `waiting` wait for devices."""
-    if waiting > MOST_WAITING:
+    if waiting > ENOUGH_WAITING + 1.0:
         return max(1, kept - 1)
     return kept if waiting >= ENOUGH_WAITING else kept + 1
 
@@ -120,7 +116,8 @@ class InFlight:
         self.changed.fire()
 
     def carried(self, seconds: float, waited: float, link_wait: float = 0.0) -> None:
-        """A microbatch was trained `seconds` after it was drawn.
+        """A microbatch was trained `seconds` after it was drawn. One rate is measured over `RECENT` of them, or over
+        three times the number under way if that is more.
 
         `waited` counts the seconds that it waited for devices once its forward had begun. Until then it takes nobody's
         place and is of the newest weights. `link_wait` counts the seconds that it waited for its link. Such a
@@ -139,7 +136,7 @@ class InFlight:
         self._count += 1
         self._seconds += seconds
         self._waited += waited
-        if self._count >= max(WINDOW, 3 * self._kept):
+        if self._count >= max(RECENT, 3 * self._kept):
             self._decide()
             self._begin()
 

@@ -38,7 +38,7 @@ from noloco_node.peers.hop import (
 from noloco_node.peers.scorecard import ANSWER_SECONDS, PeerBook
 from noloco_node.pipeline.admission import ASKS_TO_WAIT
 from noloco_node.pipeline.messages import PASSED_UPWARD
-from noloco_node.tallies import NO_REST, Doubling
+from noloco_node.tallies import NO_REST, QUIET_PAUSES, Doubling
 from noloco_node.transport.errors import Refusal, Refused
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,6 @@ TRIES = 8
 """A stage is judged only after so many attempts in a row have come to nothing."""
 LIVES = 5.0
 """Nothing must have come through for so many lives of a directory record."""
-BUDGETS = 2.0
-"""The wait is at least so many budgets of a microbatch."""
 
 
 def outcome_of(refusal: Refused, took: float) -> RequestOutcome:
@@ -352,7 +350,7 @@ def patience(record_seconds: float, budget_seconds: float, stages_behind: int) -
     `stages_behind` is the number of stages after it. A sender near the end of the pipeline loses patience first: what
     does not get through there fails at all stages before.
     """
-    return (1 + stages_behind) * max(LIVES * record_seconds, BUDGETS * budget_seconds)
+    return (1 + stages_behind) * max(LIVES * record_seconds, QUIET_PAUSES * budget_seconds)
 
 
 class CircuitBreaker:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,8 +42,8 @@ from noloco_node.pipeline.messages import (
 )
 from noloco_node.pipeline.microbatch import Downstream
 from noloco_node.process_memory import NoMemory
-from noloco_node.tallies import PeerTable
-from noloco_node.training.bounds import NormBound
+from noloco_node.tallies import FEW_PEERS, PeerTable
+from noloco_node.training.bounds import MULTIPLE, NormBound
 from noloco_node.training.compute_thread import DeviceWaits
 from noloco_node.training.trainer import ForwardContext, MicrobatchNotFinite, StageFacts, carried_dtype
 from noloco_node.transport.calls import Reply, on_tensors
@@ -51,9 +51,6 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Release, Transport, Withdraw
 from noloco_node.transport.messages import TensorSpec, check_addressed, tensor_bytes
 
-SCALE_MULTIPLE = 16.0
-"""Activations are refused if their root mean square is this many times the usual one."""
-ANSWERS_KEPT = 32
 KEPT_ANSWER_BYTES = 64 << 20
 INLINE_BYTES = 4 * INLINE_ELEMENTS
 """Checksums of up to so many bytes are taken on the event loop (0.15 ms)."""
@@ -85,7 +82,7 @@ class Repeats:
     def __init__(self) -> None:
         self._trained = PeerTable[MicrobatchName, None](forgotten=self._uncount)
         self._ids: Counter[str] = Counter()
-        self._answers: OrderedDict[MicrobatchName, Reply[MicrobatchAnswer]] = OrderedDict()
+        self._answers = PeerTable[MicrobatchName, Reply[MicrobatchAnswer]](FEW_PEERS, self._dropped)
         self._kept_bytes = 0
 
     def answer_to(self, name: MicrobatchName) -> Reply[MicrobatchAnswer] | None:
@@ -117,11 +114,13 @@ class Repeats:
 
     def keep(self, name: MicrobatchName, answer: Reply[MicrobatchAnswer]) -> None:
         """Remember the answer, for a repeat."""
-        self._answers[name] = answer
         self._kept_bytes += _size(answer)
-        while self._answers and (len(self._answers) > ANSWERS_KEPT or self._kept_bytes > KEPT_ANSWER_BYTES):
-            _, dropped = self._answers.popitem(last=False)
-            self._kept_bytes -= _size(dropped)
+        self._answers[name] = answer
+        while self._kept_bytes > KEPT_ANSWER_BYTES:
+            self._dropped(*self._answers.popitem(last=False))
+
+    def _dropped(self, _: MicrobatchName, answer: Reply[MicrobatchAnswer]) -> None:
+        self._kept_bytes -= _size(answer)
 
     def _uncount(self, name: MicrobatchName, _: None = None) -> None:
         self._ids[name.id] -= 1
@@ -165,7 +164,7 @@ class PipelineServer:
         self._places = MicrobatchLimiter(context.settings.max_pending, load=lambda: worker.load)
         self._shares = SourceShares(lambda: worker.progress.clock >= spec.inner.warmup_tokens)
         self.rations = EvaluationRations(spec, worker, peer_stats.book)
-        self._scales = NormBound(SCALE_MULTIPLE, floor=1.0)
+        self._scales = NormBound(MULTIPLE, floor=1.0)
         self.origins_seen = OriginsSeen()
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""
@@ -285,6 +284,7 @@ class PipelineServer:
             raise Refused(Refusal.BUSY, NO_MEMORY) from error
 
     def _check_scale(self, peer: PeerId, scale: float) -> None:
+        """Refuse activations whose root mean square is beyond the bound on strangers' numbers."""
         if not math.isfinite(scale) or self._scales.factor(peer, scale) < 1.0:
             self.out_of_scale += 1
             raise Refused(Refusal.OUT_OF_SCALE, f"root mean square {scale:.3g}, {self._scales.usual:.3g} is usual here")

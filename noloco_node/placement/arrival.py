@@ -34,7 +34,8 @@ BEGINNINGS = {
 
 DOUBT_SECONDS = 30.0
 """Nodes that the directory shows are asked for so many seconds in case of doubt. Either a serving node answers and its
-record is missing, or most that have a say are not past the first outer step."""
+record is missing, or most that have a say are not past the first outer step. A node without a state waits as long for
+a peer that held it."""
 HEARD = (*SERVING, PeerState.JOINING)
 """Nodes in these states have a say if they answer."""
 
@@ -238,6 +239,7 @@ class Arrival:
 
 
 START_SECONDS = 60.0
+"""Nodes that are on their way are waited for so many seconds."""
 
 
 class CommonStart:

@@ -21,6 +21,7 @@ from noloco_node.directory.records import SERVING, DirectoryView, PeerRecord, Pe
 from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import PeerStats
+from noloco_node.tallies import SLACK
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
 
@@ -31,9 +32,6 @@ DAMPING = 0.5
 """Share of a stage's surplus that moves at each look, on average: views are stale, and all look at the same time."""
 CLEAR_GAIN = 0.5
 """The poorer of the two stages must gain at least this much of what the moving node brings."""
-ABOUT_AS_POOR = 1.25
-"""A joiner whose line has a bound takes stages for equals up to so many times the least throughput. Without it the line
-would decide only where nobody serves yet."""
 RESCUE_SLOT_SECONDS = 5.0
 """Each next candidate waits so many seconds longer before it moves to a lost stage: long enough to see that another
 did."""
@@ -152,11 +150,11 @@ def choose_stage(
     """For a joiner: of the stages that fit it the one with the smallest throughput; at random among equals.
 
     `line_seconds` says what a microbatch takes of the joiner's line at each stage, if its line has a bound. Stages that
-    are about as poor as the poorest are equals then, and the one that costs the line least is taken.
+    are about as poor as the poorest (`SLACK`) are equals then, and the one that costs the line least is taken.
     """
     throughput, stages = supply.throughput, sorted(fitting)
     if any(line_seconds):
-        poor = ABOUT_AS_POOR * min(throughput[stage] for stage in stages)
+        poor = SLACK * min(throughput[stage] for stage in stages)
         stages = [stage for stage in stages if throughput[stage] <= poor]
         cheapest = min(line_seconds[stage] for stage in stages)
         stages = [stage for stage in stages if line_seconds[stage] <= cheapest]
@@ -257,8 +255,6 @@ def rescue_wait(rank: int, rng: random.Random) -> float:
     return (rank + rng.random()) * RESCUE_SLOT_SECONDS
 
 
-LOOKS_A_STAY = 20
-"""A node looks so many times for a poorer stage within the shortest stay."""
 JOINER_PATIENCE = 15.0
 """A lost stage waits for announced joiners for so many times as long as it takes to confirm that it is empty. All
 joiners count together, from when it was first seen empty. One that never comes, or one after another, must not keep it
@@ -307,12 +303,7 @@ class Relocation:
     _shut: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.next_look = self.standing.since + self.standing.stay_seconds * self.rng.uniform(1.0, 1.0 + self._pause)
-
-    @property
-    def _pause(self) -> float:
-        """Time between two looks, in stays."""
-        return 1.0 / LOOKS_A_STAY
+        self.next_look = self.standing.since + self.standing.stay_seconds + self._about_a_look()
 
     def look(self, now: float, here: Server, others: Sequence[Server], *, shut: bool = False) -> Move | None:
         """Move now, or None. `here` is this node, `others` are all others that count. `shut`: nothing gets through to
@@ -320,6 +311,10 @@ class Relocation:
         self._shut = here.stage + 1 if shut else None
         lost = self._lost(now, [*others, here])
         return self._rescue(now, here, others, lost) or self._balance(now, here, others)
+
+    def _about_a_look(self) -> float:
+        """Seconds to the next look for a poorer stage: as long as an empty stage is looked at."""
+        return self.standing.confirm_seconds * self.rng.uniform(0.5, 1.5)
 
     def _lost(self, now: float, servers: Sequence[Server]) -> list[int]:
         """Stages that nobody serves, and to which nobody is on the way or has been for too long."""
@@ -358,7 +353,7 @@ class Relocation:
     def _balance(self, now: float, here: Server, others: Sequence[Server]) -> Move | None:
         if now < self.next_look:
             return None
-        self.next_look = now + self.standing.stay_seconds * self._pause * self.rng.uniform(0.5, 1.5)
+        self.next_look = now + self._about_a_look()
         supply = supply_of([*others, here], self.standing.work)
         fitting = [stage for stage in self.standing.fitting if stage not in self._unserved_since]
         target = plan_move(supply, here.stage, here.strength, fitting, self.rng)

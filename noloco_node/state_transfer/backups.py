@@ -23,6 +23,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.directory.membership import Membership
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.identity.peer_id import PeerId
+from noloco_node.peers.hop import REST_A_SECOND
 from noloco_node.state_transfer.copies import (
     COPY_CHUNK,
     DTYPES,
@@ -39,8 +40,8 @@ from noloco_node.state_transfer.copies import (
     two_faced,
 )
 from noloco_node.state_transfer.fetch import DiskMemory, SignedManifest, pack
-from noloco_node.state_transfer.rate import MOST_WAITING, longest_reading
-from noloco_node.tallies import PeerTable
+from noloco_node.state_transfer.rate import MOST_TRIED, longest_reading
+from noloco_node.tallies import FEW_PEERS, PeerTable
 from noloco_node.training.frozen_state import FrozenState
 from noloco_node.training.stage_worker import StageWorker
 from noloco_node.transport.calls import ASKED_AT_ONCE, ATTEMPTS, NOTHING, Nothing, Reply, on
@@ -52,9 +53,6 @@ logger = logging.getLogger(__name__)
 _Pace = Callable[[int, str], Awaitable[None]]
 """A function that waits until so many bytes may be given to this reader."""
 
-IDLE_SHARE = 3.0
-"""After each chunk of a copy that is renewed comes a pause of so many times the chunk's time: training needs the
-network more."""
 SPARE_KEEPERS = 3
 """In a stage that is seen in part, on average so many nodes take themselves for each one that is to keep a copy. With
 one, there would be none more than a third of the time."""
@@ -63,8 +61,6 @@ RETRY_SHARE = 0.1
 OFFER_SECONDS, OFFER_ATTEMPTS = 10.0, 2
 """An offer is asked for with this deadline in seconds, and so many times. One lost request must not decide what a stage
 goes on from."""
-COPIES_COMPARED = 3
-"""The number of strangers' copies that are fetched to be compared."""
 
 
 async def unpaced(_size: int, _reader: str) -> None:
@@ -157,7 +153,7 @@ class GivenCopy:
 
     def _read(self, peer: PeerId, now: float) -> None:
         reader = self._readers.get(peer)
-        if reader.ends if reader else len(self._readers) < MOST_WAITING:
+        if reader.ends if reader else len(self._readers) < FEW_PEERS:
             self._readers[peer] = _Reader(now)
 
 
@@ -180,7 +176,7 @@ class StageCopies:
         self._rng = rng
         self._own: tuple[int, StageWorker] | None = None
         limits = spec.limits
-        idle = (1.0 + IDLE_SHARE) * limits.exchange_progress_seconds
+        idle = (1.0 + REST_A_SECOND) * limits.exchange_progress_seconds
         reading: dict[CopyPrecision, float] = {
             each: longest_reading(limits, dtype.itemsize * max(parameters, default=0)) for each, dtype in DTYPES.items()
         }
@@ -284,7 +280,7 @@ class StageCopies:
         strangers: dict[str, StageCopy] = {}
         for offered in offers:
             source = offered.manifest.source
-            if len(strangers) < COPIES_COMPARED and source not in strangers:
+            if len(strangers) < MOST_TRIED and source not in strangers:
                 copy = None if self._has_worked(source) else await self._take(offered)
                 strangers |= {source: copy} if copy is not None else {}
         has, at = (own, beyond) if kept is None else (kept.weights, kept.clock)
@@ -342,7 +338,7 @@ class StageCopies:
         giver = self._rng.choice(givers)
         try:
             offered = await self._open(giver, stage, self._spec.limits.exchange_progress_seconds)
-            copy = await self._fetch(offered, idle_share=IDLE_SHARE)
+            copy = await self._fetch(offered, idle_share=REST_A_SECOND)
         except (Refused, TransportError) as error:
             logger.debug("could not copy stage %d from %s: %r", stage, giver, error)
             return False

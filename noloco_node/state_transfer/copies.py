@@ -21,25 +21,18 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.config.run_spec import RunSpec
+from noloco_node.finite import ALIKE, products
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.state_transfer.fetch import DiskMemory, ReplicaManifest, SignedManifest, opened, sealed
 from noloco_node.state_transfer.rate import longest_reading
+from noloco_node.tallies import MUCH_MORE
 from noloco_node.transport.calls import ATTEMPTS, BadAnswer, Method, Nothing, ask, call, judging
 from noloco_node.transport.errors import DeadlinePassed
 from noloco_node.transport.interface import Transport
 from noloco_node.transport.messages import RunName, StageIndex, TensorSpec, WireModel
 
-ALIKE = 0.5
-"""Two copies are alike if the one further from the run's first weights has at least this share of the other's way
-behind it."""
 MOST_FURTHER = 4.0
 """Two copies are alike only if one has come no more than so many times as far as the other."""
-LEAST_COSINE = 0.5
-"""The least cosine between the ways of two copies, or between a node's own way and a copy that goes on from it. It is
-0.77 and 0.83 between states of a run at an eighth of its course and at its end. Without this bound noise of four times
-the way passes for the same way."""
-PIECE = 1 << 20
-
 
 CopyPrecision = Literal["fp16", "fp32"]
 """`fp16` is for standby copies; `fp32` is for exporters of the model."""
@@ -114,39 +107,29 @@ def two_faced(manifests: Collection[CopyManifest]) -> set[str]:
 
 def alike(one: Tensor, other: Tensor, first: Tensor) -> bool:
     """Whether two copies have come the same way from the run's first weights (all flat, of whatever precision), be it
-    one further than the other."""
-    product, *squares = _ways(one, other, first)
-    along = product >= max(ALIKE * min(squares), LEAST_COSINE * math.sqrt(math.prod(squares)))
+    one further than the other.
+
+    The further one has most of the other's way behind it, and the cosine between both ways is large. It is 0.77 and
+    0.83 between states of a run at an eighth of its course and at its end. Without that bound noise of four times the
+    way passes for the same way.
+    """
+    product, *squares = products(one, other, first)
+    along = product >= ALIKE * max(min(squares), math.sqrt(math.prod(squares)))
     return along and max(squares) <= MOST_FURTHER**2 * min(squares)
 
 
 def distance(one: Tensor, other: Tensor) -> float:
     """Euclidean, between two copies (flat)."""
-    square = 0.0
-    for start in range(0, one.numel(), PIECE):
-        between = one[start : start + PIECE].double() - other[start : start + PIECE].double()
-        square += float(torch.dot(between, between))
-    return math.sqrt(square)
+    return math.sqrt(products(one, one, other)[1])
 
 
 def goes_on(copy: Tensor, own: Tensor, first: Tensor, times: float) -> bool:
     """Tell whether a copy has gone on from what a node has itself, which was trained 1/`times` as long. Most of that
     way must be behind the copy. It must have come on in about that direction, no further than so long a training may
     bear."""
-    product, copied, had = _ways(copy, own, first)
-    along = product >= max(ALIKE * had, LEAST_COSINE * math.sqrt(copied * had))
+    product, copied, had = products(copy, own, first)
+    along = product >= ALIKE * max(had, math.sqrt(copied * had))
     return along and copied <= (MOST_FURTHER * max(1.0, times)) ** 2 * had
-
-
-def _ways(one: Tensor, other: Tensor, first: Tensor) -> tuple[float, float, float]:
-    """The product of two ways from the first weights, and the square of each."""
-    product, squares = 0.0, [0.0, 0.0]
-    for start in range(0, first.numel(), PIECE):
-        zero = first[start : start + PIECE].double()
-        a, b = (whole[start : start + PIECE].double() - zero for whole in (one, other))
-        product += float(torch.dot(a, b))
-        squares = [total + float(torch.dot(way, way)) for total, way in zip(squares, (a, b), strict=True)]
-    return product, squares[0], squares[1]
 
 
 def choose_copy(
@@ -238,9 +221,6 @@ async def chunks_of_copy(
 
 PATIENCE = 4.0
 """A chunk has so many progress deadlines, since the donor's own training and the taking of the copy come before it."""
-TIMES_FURTHER = 2.0
-"""One of one moment's replicas may be so many times as far from the others as these usually are from each other. Noise
-of that length adds to the mean of four half of what the replicas differ by."""
 NEAR = 1 / 4
 """Replicas may always differ by this part of the way from the first weights."""
 
@@ -270,8 +250,9 @@ def of_one_mind(copies: Sequence[Tensor], first: Tensor) -> list[int]:
     All count if they are two or fewer, since one voice is none. It takes a while: call it off the event loop.
 
     Each one's median distance to the others decides, beside the median of all such distances. Less than half of them
-    then move it no further than to an honest one's. Replicas that hardly differ may differ by `NEAR` of the way that
-    they have come from the run's `first` weights.
+    then move it no further than to an honest one's. Noise of `MUCH_MORE` times that length adds to the mean of four
+    half of what the replicas differ by. Replicas that hardly differ may differ by `NEAR` of the way that they have come
+    from the run's `first` weights.
     """
     count = len(copies)
     if count < 3:
@@ -282,5 +263,5 @@ def of_one_mind(copies: Sequence[Tensor], first: Tensor) -> list[int]:
             apart[one][other] = apart[other][one] = distance(copies[one], copies[other])
     usual = [median_low([apart[one][other] for other in range(count) if other != one]) for one in range(count)]
     way = median_low([distance(copy, first) for copy in copies])
-    most = max(TIMES_FURTHER * median_low(usual), NEAR * way)
+    most = max(MUCH_MORE * median_low(usual), NEAR * way)
     return [one for one in range(count) if usual[one] <= most]

@@ -12,6 +12,7 @@ from torch import Tensor
 from noloco_node import ambient
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.participant import Participant, ReplicaContext
+from noloco_node.peers.scorecard import ANSWER_SECONDS
 from noloco_node.state_transfer.fetch import (
     CHUNK,
     OFFER,
@@ -31,10 +32,7 @@ from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.messages import check_addressed
 
-SNAPSHOT_LIFE_SECONDS = 60.0
-SNAPSHOT_SHARED_SECONDS = SNAPSHOT_LIFE_SECONDS / 6
-HELD_SHARE = 0.05
-"""The training may have to wait for snapshots; they may cost at most this share of a donor's time."""
+SNAPSHOT_SHARED_SECONDS = ANSWER_SECONDS / 6
 DONOR_PLACES = 2
 """Late joiners that may copy a node's state at once; others are told `busy` and ask another node."""
 
@@ -108,9 +106,9 @@ class StateDonor(Participant):
         return len(self._readers.reading(ambient.monotonic()))
 
     def tend(self) -> None:
-        """Measure what giving costs, and free a snapshot that nobody has asked for lately."""
+        """Measure what giving costs, and free a snapshot once its last reader no longer counts as answering."""
         self.rate.tend()
-        if self._held is not None and ambient.monotonic() - self._held.used > SNAPSHOT_LIFE_SECONDS:
+        if self._held is not None and ambient.monotonic() - self._held.used > ANSWER_SECONDS:
             self.close()
 
     def close(self) -> None:
@@ -180,8 +178,7 @@ class StateDonor(Participant):
             size=packed.size,
             root=root_of(digests),
         )
-        shared = max(SNAPSHOT_SHARED_SECONDS, state.held_seconds / HELD_SHARE)
-        return _Held(manifest, packed, digests, shared_until=at + shared, used=at)
+        return _Held(manifest, packed, digests, shared_until=at + SNAPSHOT_SHARED_SECONDS, used=at)
 
     async def handle_chunk(self, peer: PeerId, request: StateRequest) -> Reply[Nothing]:
         """A chunk of the snapshot that is held, as fast as the rate allows. Raises Refused where another one is meant,

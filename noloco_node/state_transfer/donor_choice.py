@@ -33,20 +33,14 @@ from noloco_node.state_transfer.fetch import (
     open_state,
     packed_size,
 )
-from noloco_node.state_transfer.rate import WHOLE_SECONDS
-from noloco_node.tallies import Doubling
+from noloco_node.state_transfer.rate import MOST_TRIED, WHOLE_SECONDS
+from noloco_node.tallies import MUCH_MORE, Doubling
 from noloco_node.telemetry.events import AnyEvent, StateDownload, StateSourceFailed
-from noloco_node.transport.calls import ASKED_AT_ONCE, QUESTION_SECONDS, call, floor_of
+from noloco_node.transport.calls import ASKED_AT_ONCE, ATTEMPTS, QUESTION_SECONDS, call, floor_of
 from noloco_node.transport.errors import DeadlinePassed, ProtocolViolation, Refusal, Refused, TransportError
 
 logger = logging.getLogger(__name__)
 
-MOST_TRIED = 3
-"""The number of slow donors that are tried for a window each before the fastest is kept."""
-MUCH_FASTER = 2.0
-"""A donor is left for one that was tried before if that gave more than so many times as much."""
-RESUMES = 2
-"""One donor is asked so many times in a row to go on after a broken stream, while nothing worth it comes."""
 BUSY_PAUSE_SECONDS = (1.0, 4.0)
 BUSY_PATIENCE_SECONDS = 2.0 * WHOLE_SECONDS
 AWAY_TRIES = 6
@@ -99,9 +93,10 @@ class TooSlow(TransportError):
 class DonorPaces:
     """What slow donors were measured to give. `floor` in bytes per second.
 
-    A donor that lets one chunk drip before each deadline would hold a joiner for hours beside an idle honest one. It
-    is left while another offers that may be faster. A few are tried, then the fastest of them is kept, since the
-    slowness may be this node's own. The only donor is never given up.
+    A donor that lets one chunk drip before each deadline would hold a joiner for hours beside an idle honest one. It is
+    left while another offers that may be faster, or one that was tried before gave much more. A few are tried for a
+    window each, then the fastest of them is kept, since the slowness may be this node's own. The only donor is never
+    given up.
     """
 
     def __init__(self, floor: float, book: PeerBook | None = None) -> None:
@@ -113,7 +108,7 @@ class DonorPaces:
         slow, others = self._slow(offering), [peer for peer in offering if peer != donor]
         tried = [slow[peer] for peer in others if peer in slow]
         few = len(tried) < min(len(others), MOST_TRIED - 1)
-        return rate >= self.floor or not (few or max(tried, default=0.0) > MUCH_FASTER * rate)
+        return rate >= self.floor or not (few or max(tried, default=0.0) > MUCH_MORE * rate)
 
     def goes_on(self, donor: PeerId, rate: float, offering: Collection[PeerId]) -> bool:
         """As `is_enough`; and it is noted where it is not."""
@@ -280,11 +275,11 @@ class StateCopier:
 
     async def _copy(self, donor: PeerId, download: Download, offering: Collection[PeerId]) -> StateManifest:
         """One donor's state, resumed where a stream breaks, loaded as a whole at the end. TooSlow where one of
-        `offering` may be faster."""
+        `offering` may be faster. It is asked `ATTEMPTS` times in a row while nothing worth it comes."""
         window = self._spec.limits.exchange_progress_seconds
         goes_on = partial(self._paces.goes_on, donor, offering=offering)
         progress = _Progress(donor, download.size, self._emit, goes_on, window)
-        resumes, stopped = 0, False
+        failures, stopped = 0, False
         while True:
             began, most = ambient.monotonic(), download.most
             progress.begin()
@@ -305,10 +300,10 @@ class StateCopier:
             except TransportError as error:
                 more, seconds = download.most - most, ambient.monotonic() - began
                 if more and self._paces.is_enough(donor, more / max(seconds, 1e-3), offering):
-                    resumes = 0
-                if resumes == RESUMES:
+                    failures = 0
+                failures, stopped = failures + 1, isinstance(error, DeadlinePassed)
+                if failures == ATTEMPTS:
                     raise
-                resumes, stopped = resumes + 1, isinstance(error, DeadlinePassed)
                 logger.debug("the transfer from %s broke off, resuming: %r", donor, error)
                 await asyncio.sleep(AWAY_PAUSES.about(1, self._rng))
 

@@ -17,17 +17,16 @@ from dataclasses import dataclass, field
 from noloco_node import ambient
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.tallies import FairQueue, moved
+from noloco_node.peers.hop import LITTLE
+from noloco_node.peers.scorecard import ANSWER_SECONDS
+from noloco_node.tallies import FEW_PEERS, SLACK, FairQueue, moved
 from noloco_node.training.progress import LastTrained
 
-WAIT_SECONDS = 15.0
-"""A refused peer keeps its turn for so many seconds after it asked last."""
-MOST_WAITING = 64
+MOST_TRIED = 3
+"""Of slow donors, and of strangers' copies of a stage, so many are tried before the best is kept."""
 WHOLE_SECONDS = 900.0
 """While others wait, a reader that takes the whole state within so many seconds keeps its place: half of what they
-wait."""
-FAIR_PART = 0.25
-"""While others wait, a reader that takes this part of its share of the donor's rate keeps its place."""
+wait. So does one that takes more than `LITTLE` of its share of the donor's rate."""
 
 
 @dataclass(slots=True)
@@ -45,7 +44,8 @@ class Readers:
         self._chunk_bytes = chunk_bytes
         self._readers: dict[PeerId, _Reader] = {}
         self._waiting: dict[PeerId, float] = {}
-        """When each asked last, in the order in which they first asked."""
+        """When each refused peer asked last, in the order in which they first asked. It keeps its turn for as long as
+        an answer counts."""
         self._chunks = 0
 
     def begin(self, chunks: int) -> None:
@@ -90,7 +90,7 @@ class Readers:
         if reader is None or index in reader.had:
             return
         reader.had.add(index)
-        fair = self._places * self._chunk_bytes / (FAIR_PART * rate)
+        fair = self._places * self._chunk_bytes / (LITTLE * rate)
         pays = min(self._patience, max(fair, WHOLE_SECONDS / self._chunks))
         reader.paid_until = min(max(now, reader.paid_until) + pays, now + 2.0 * self._patience)
         if len(reader.had) >= self._chunks:
@@ -98,12 +98,12 @@ class Readers:
 
     def _before(self, peer: PeerId, now: float) -> int:
         """How many wait for longer than `peer`."""
-        self._waiting = {each: asked for each, asked in self._waiting.items() if now - asked <= WAIT_SECONDS}
+        self._waiting = {each: asked for each, asked in self._waiting.items() if now - asked <= ANSWER_SECONDS}
         waiting = list(self._waiting)
         return waiting.index(peer) if peer in self._waiting else len(waiting)
 
     def _wait(self, peer: PeerId, now: float) -> bool:
-        if peer in self._waiting or len(self._waiting) < MOST_WAITING:
+        if peer in self._waiting or len(self._waiting) < FEW_PEERS:
             self._waiting[peer] = now
         return False
 
@@ -116,8 +116,6 @@ FASTER = 3.0
 """The rate rises by at most this factor at once, since what is given costs the training before it is measured."""
 LEAST_CHUNKS = 2.0
 """Each reader gets at least so many chunks within a progress deadline, or it would take the donor for dead."""
-SLOWEST_SHARE = 1.5
-"""A copy may be read for so many times as long as it takes at its donor's least rate."""
 WINDOW_SECONDS = 4.0
 """A silence lasts so long at least, and the giving before it twice as long."""
 AT_ONCE = 0.1
@@ -229,4 +227,4 @@ def least_rate(limits: LimitsSpec) -> float:
 
 def longest_reading(limits: LimitsSpec, size: int) -> float:
     """Seconds in which a copy of so many bytes is read: its donor holds it no longer, and no reader waits longer."""
-    return max(WHOLE_SECONDS, SLOWEST_SHARE * size / least_rate(limits))
+    return max(WHOLE_SECONDS, SLACK * size / least_rate(limits))

@@ -25,8 +25,11 @@ from noloco_node import ambient
 from noloco_node.tallies import FEW_PEERS, PeerTable
 from noloco_node.training.layout import FlatLayout
 
-FORGOTTEN_AFTER = 512
-"""Norms after which a source that gave none of them has no say any more."""
+WINDOW = 64
+"""The latest microbatches say what is usual, so many of each peer where peers are told apart: what the gradients have
+in common changes as weights learn."""
+MULTIPLE = 8.0
+"""A stranger's number may be so many times the usual one. Beyond that it counts less, or is refused."""
 LARGEST_RISE = 1.05
 """The factor by which a norm of a source that is known may raise what counts as usual. Honest norms change slowly; a
 jump waits some dozens of them."""
@@ -72,7 +75,7 @@ class NormBound:
         norms.append(norm)
         self._norms[source] = norms, self._count
         _, heard = next(iter(self._norms.values()))
-        if self._count - heard > FORGOTTEN_AFTER:
+        if self._count - heard > WINDOW * len(self._norms):  # it has no say any more
             self._norms.popitem(last=False)
         middle = median_low(median_low(norms) for norms, _ in self._norms.values())
         self.usual = min(middle, LARGEST_RISE * self.usual) if known else middle
@@ -83,12 +86,9 @@ GUESSING = 0.85
 no more than how frequent each token is loses less: 0.6 of it over bytes of English."""
 BEYOND_USUAL = 1.25
 """A guesser's loss must also be so many times the usual one. While the model knows nothing, no text is nonsense."""
-RECENT = 64
-"""Microbatches that came last: their losses say what is usual."""
-UNDERCUT = 1 / 16
-"""Share of recent microbatches below the usual loss: a source that sends all others does not make nonsense usual."""
 SHARE = 1 / 16
-"""Share of the tokens taken in that may seem nonsense: enough to learn it by and by, should it be a text."""
+"""This share of recent microbatches lies below the usual loss: a source that sends all others does not make nonsense
+usual. This share of the tokens taken in may seem nonsense: enough to learn it by and by, should it be a text."""
 
 
 class LossBound:
@@ -117,9 +117,9 @@ class LossBound:
         Once for each: it is remembered."""
         self._recent.append(loss)
         insort(self._sorted, loss)
-        if len(self._recent) > RECENT:
+        if len(self._recent) > WINDOW:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-        usual = self._sorted[int(UNDERCUT * len(self._sorted))]
+        usual = self._sorted[int(SHARE * len(self._sorted))]
         if not self.holds or loss <= max(self._guessing, BEYOND_USUAL * usual):
             self._room = min(self._room + SHARE * tokens, float(tokens))
             return True
@@ -159,8 +159,6 @@ class GradientSigns:
 
 LOOKED_AT_EVERY = 4
 """Answers of a peer after which it is compared with others that gave at least that many."""
-WINDOW = 64
-"""Answers a peer, in the mean, after which all begin anew: what the gradients have in common changes as they learn."""
 USUAL = 0.1
 """Squared distance between means that honest peers may have: their weights differ. Measured: 0.06 at most."""
 TIMES_CHANCE = 2.5

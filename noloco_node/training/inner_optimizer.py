@@ -143,7 +143,6 @@ COEFFICIENTS = (3.4445, -4.775, 2.0315)
 """Coefficients of the quintic polynomial: the steepest at zero whose values stay near 1."""
 SCALE = 0.2
 """Root mean square of an AdamW step, in learning rates."""
-SMALLEST_NORM = 1e-7
 WIDE = 2
 """Matrices so many times as long as short are orthogonalised by their products with themselves, where numbers have 32
 bits. That takes two products of the matrices themselves in place of nine; bf16 does not bear it."""
@@ -212,7 +211,7 @@ class Workspace:
         for row, matrix in zip(current, matrices, strict=True):
             row.copy_(matrix)
         norms = cast(Tensor, torch.linalg.vector_norm(current, dim=(1, 2), keepdim=True))  # pyright: ignore
-        current.div_(norms.clamp_(min=SMALLEST_NORM))
+        current.div_(norms.clamp_(min=torch.finfo(torch.float32).eps))
         if tall := shape[0] > shape[1]:  # a product takes a matrix either way, and a copy of one takes long
             current, spare = current.mT, spare.mT
         if current.dtype is torch.float32 and long >= WIDE * short:

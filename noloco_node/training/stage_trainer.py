@@ -24,7 +24,7 @@ from noloco_node.document_marks import positions_of, without_marks
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.router import Routed
 from noloco_node.model.stage import Stage
-from noloco_node.training.bounds import GradientSigns, NormBound
+from noloco_node.training.bounds import MULTIPLE, GradientSigns, NormBound
 from noloco_node.training.frozen_state import Vectors
 from noloco_node.training.inner_optimizer import InnerOptimizer, moment_sizes
 from noloco_node.training.layout import FlatLayout
@@ -38,9 +38,6 @@ from noloco_node.training.trainer import (
     Trainer,
     Version,
 )
-
-GRADIENT_MULTIPLE = 8.0
-"""A microbatch's gradient with a norm so many times the usual one is scaled down."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,9 +72,9 @@ class StageTrainer(Trainer):
         self._layers = CheckpointedLayers(self._stage) if inner.backward == "checkpoint" else None
         self._compiled: CompiledStage | None = None
         self._inner = inner
-        self.returned_bound = NormBound(GRADIENT_MULTIPLE)
+        self.returned_bound = NormBound(MULTIPLE)
         """On the gradients that the next stage gives back."""
-        self.caused_bound = NormBound(GRADIENT_MULTIPLE)
+        self.caused_bound = NormBound(MULTIPLE)
         """On this stage's own gradient of each microbatch that others had a hand in."""
         self._signs = GradientSigns(self.layout, self.device)
         self._gradient_views = list(self.layout.views(self.gradient).values())

@@ -96,8 +96,8 @@ def main() -> None:
     node.ComputeThread = PacedThread
     network.SameMachine = Alone
     stretch = float(os.environ.get(STRETCH, "1"))
-    admission.AHEAD_SECONDS *= stretch
-    activations.ASK_FIRST_SECONDS *= stretch
+    admission.ASK_SECONDS *= stretch
+    activations.ASK_SECONDS *= stretch
     routing.LOAD_LIFE_SECONDS *= stretch
     cli.entry()
 

@@ -9,5 +9,5 @@ from noloco_node.node import revival
 from tests.chaos import paced_node
 
 if __name__ == "__main__":
-    revival.HOLDER_SECONDS = 120.0
+    revival.DOUBT_SECONDS = 120.0
     paced_node.main()

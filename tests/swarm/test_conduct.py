@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from noloco_node import tallies
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers import scorecard as conduct
-from noloco_node.peers.scorecard import FORGIVEN_A_SECOND, TOLERATED, BanRecord, Bans, Offence, after_offence
+from noloco_node.peers.scorecard import TOLERATED, BanRecord, Bans, Offence, after_offence
 from noloco_node.tallies import BANS
 from noloco_node.transport.errors import (
     BrokenStream,
@@ -66,7 +66,7 @@ def test_time_forgives() -> None:
     for pace, banned in ((1.0, False), (0.8, True)):
         standing = BanRecord()
         for number in range(1000):
-            standing = after_offence(standing, Offence.MALFORMED, number * pace / FORGIVEN_A_SECOND)
+            standing = after_offence(standing, Offence.MALFORMED, number * pace * BANS.first)
         assert (standing.ban.times > 0) is banned
 
 

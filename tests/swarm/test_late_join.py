@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -28,6 +27,7 @@ from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.first_state import FirstState, become_current
 from noloco_node.node.replica import Replica
+from noloco_node.peers.scorecard import ANSWER_SECONDS
 from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.simulator.node import SimulatedDevice
 from noloco_node.state_transfer import donor as state_donor
@@ -35,7 +35,7 @@ from noloco_node.state_transfer import donor_choice as late_join
 from noloco_node.state_transfer import fetch as state_messages
 from noloco_node.state_transfer.donor_choice import DonorPaces, rank_donors
 from noloco_node.state_transfer.fetch import Download, SignedManifest, StateManifest, StateOffer
-from noloco_node.state_transfer.rate import FASTER, KEPT_SHARE, WAIT_SECONDS, DonorRate, Readers, next_rate
+from noloco_node.state_transfer.rate import FASTER, KEPT_SHARE, DonorRate, Readers, next_rate
 from noloco_node.tallies import Doubling
 from noloco_node.telemetry.events import OuterStep, StateDownload, StateSourceFailed
 from noloco_node.training.compute_thread import Priority
@@ -459,7 +459,6 @@ async def test_a_laggard_makes_no_room_while_its_donor_is_busy(monkeypatch: pyte
         donor, asks = made.replicas[0].donor, state_messages.StateRequest.model_validate(request_of(laggard).header)
         with monkeypatch.context() as patch:
             patch.setattr(state_donor, "SNAPSHOT_SHARED_SECONDS", 0.0)
-            patch.setattr(state_donor, "HELD_SHARE", math.inf)
             await donor.handle_open(PeerId("another-joiner"), asks)
         with pytest.raises(Refused) as refused:
             await laggard.copier.copy_from(FIRST)
@@ -875,7 +874,7 @@ def test_who_waited_longest_comes_first_and_not_who_asks_most_often() -> None:
     assert not readers.enter(READER, 43.0)
     readers.begin(100)  # the joiner is gone
     assert not readers.enter(PeerId("fourth"), 44.0)
-    assert readers.enter(READER, 41.0 + WAIT_SECONDS + 1.0), "who asks no more is not waited for"
+    assert readers.enter(READER, 41.0 + ANSWER_SECONDS + 1.0), "who asks no more is not waited for"
 
 
 def test_who_has_had_all_chunks_may_ask_once_more_until_its_place_is_wanted() -> None:

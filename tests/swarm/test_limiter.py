@@ -15,7 +15,8 @@ from noloco_node.aio import cancel_and_wait
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import PipelineSpec, RoutingName, RunSpec
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.pipeline.admission import AHEAD_SECONDS, ASKS_TO_WAIT, MicrobatchLimiter, Rations
+from noloco_node.peers.hop import ASK_SECONDS
+from noloco_node.pipeline.admission import ASKS_TO_WAIT, MicrobatchLimiter, Rations
 from noloco_node.pipeline.messages import MICROBATCH, MicrobatchHeader
 from noloco_node.simulator.links import Attachment, Links, SharedWay
 from noloco_node.simulator.loop import in_virtual_time
@@ -74,7 +75,7 @@ def test_no_more_work_waits_for_who_has_not_asked_around_than_it_takes_to_ask_an
     device.carry(8)
     for asks in range(ASKS_TO_WAIT):
         assert device.lets_wait(asks) == most
-    assert most == 1 or (most - 1) * seconds <= AHEAD_SECONDS + 1e-9
+    assert most == 1 or (most - 1) * seconds <= ASK_SECONDS + 1e-9
     assert device.lets_wait(ASKS_TO_WAIT) == 64
 
 

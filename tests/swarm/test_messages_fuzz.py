@@ -362,7 +362,7 @@ def runner() -> Iterator[asyncio.Runner]:
 def keep_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small books, so that their limits are reached."""
     monkeypatch.setattr(tallies, "MOST_PEERS", IDS_KEPT)
-    monkeypatch.setattr(repeats, "ANSWERS_KEPT", ANSWERS_KEPT)
+    monkeypatch.setattr(repeats, "FEW_PEERS", ANSWERS_KEPT)
     never_tire_of_strangers(monkeypatch)
 
 
@@ -370,7 +370,7 @@ def never_tire_of_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or they would be banned, or left alone, after the first few examples."""
     monkeypatch.setattr(conduct, "TOLERATED", math.inf)
     monkeypatch.setattr(patience, "RESTS", Doubling(0.0, 0.0))
-    monkeypatch.setattr(patience, "REST_PER_SECOND_LOST", 0.0)
+    monkeypatch.setattr(patience, "REST_A_SECOND", 0.0)
 
 
 @pytest.fixture(params=[2, 3], ids=["last", "middle"])

@@ -104,7 +104,7 @@ def test_the_books_are_bounded_and_what_came_to_nothing_may_be_trained_again(mon
     for number in range(200):
         books.begin_training(name(number % 7, f"sender {number % 5}", number))
         books.keep(name(number), Reply(MicrobatchAnswer(loss_sum=0.0, tokens=1, load=0), (torch.zeros(8),)))
-    assert (len(remembered(books)[0]), len(remembered(books)[1])) == (50, repeats.ANSWERS_KEPT)
+    assert (len(remembered(books)[0]), len(remembered(books)[1])) == (50, repeats.FEW_PEERS)
     assert remembered(books)[2].total() == 50
     last = name(199 % 7, "sender 4", 199)
     assert books.has_begun(last)

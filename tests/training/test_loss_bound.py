@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from noloco_node.directory.clocks import median_clock
-from noloco_node.training.bounds import RECENT, SHARE, LossBound
+from noloco_node.training.bounds import SHARE, WINDOW, LossBound
 from noloco_node.transport.messages import Message
 from tests.swarm.test_pipeline import ask, request, serving_world
 from tests.training.made_trainers import make_trainer
@@ -61,9 +61,9 @@ def test_a_model_that_has_forgotten_everything_is_taught_again_at_once() -> None
     """After a spike every text loses what guessing costs; then none is nonsense."""
     bound = holding(BYTES)
     assert all(bound.takes_in(2.0, 128) for _ in range(500))
-    after = [bound.takes_in(6.0, 128) for _ in range(2 * RECENT)]
-    assert not all(after[: RECENT // 2])
-    assert all(after[RECENT:])
+    after = [bound.takes_in(6.0, 128) for _ in range(2 * WINDOW)]
+    assert not all(after[: WINDOW // 2])
+    assert all(after[WINDOW:])
 
 
 def test_what_is_left_out_moves_nothing_and_is_answered_like_any_other() -> None:
@@ -71,7 +71,7 @@ def test_what_is_left_out_moves_nothing_and_is_answered_like_any_other() -> None
     trainer, stage_peer = (make_trainer(micro_spec(stages=2), 1) for _ in range(2))
     trainer.loss_bound = holding(2)  # to guess one of two costs less than any text here
     activations, (_, labels) = torch.randn(WINDOWS, LENGTH, 32), window_batch(range(WINDOWS))
-    for _ in range(RECENT):
+    for _ in range(WINDOW):
         trainer.loss_bound.takes_in(0.1, 1)
     before = trainer.gradient.clone()
     answer, wanted = (each.loss(activations, labels, source="somebody") for each in (trainer, stage_peer))
@@ -92,7 +92,7 @@ async def test_nonsense_shows_no_work_of_its_sender() -> None:
         tail = made.replicas[1]
         bound = trainer_of(tail.worker).loss_bound = holding(2)
         labels = torch.randint(VOCABULARY, (WINDOWS, LENGTH), dtype=torch.int32)
-        for _ in range(RECENT):
+        for _ in range(WINDOW):
             bound.takes_in(0.1, 1)
         await ask(made, Message(request(made).header, (torch.randn(WINDOWS, LENGTH, 32), labels)))
         assert bound.left_out == 1

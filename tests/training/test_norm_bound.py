@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from noloco_node.tallies import FEW_PEERS
-from noloco_node.training import bounds
-from noloco_node.training.bounds import LARGEST_RISE, NormBound
+from noloco_node.training.bounds import LARGEST_RISE, WINDOW, NormBound
 
 MULTIPLE = 8.0
 
@@ -113,6 +112,6 @@ def test_it_remembers_a_bounded_number_of_sources_and_forgets_those_that_left() 
     assert len(bound._norms) == FEW_PEERS
     left = NormBound(MULTIPLE)
     left.factor("gone", 1e-3)
-    for _ in range(bounds.FORGOTTEN_AFTER + 200):
+    for _ in range(10 * WINDOW):
         left.factor("here", 1.0)
     assert left.usual == 1.0
