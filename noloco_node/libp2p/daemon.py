@@ -424,8 +424,15 @@ class PrivateP2P:
 
     async def _read_output(self) -> None:
         """Keep p2pd's pipe empty, remember its last lines, and notice when it is up."""
-        assert self._child.stdout is not None
-        while data := await self._child.stdout.readline():
+        output = self._child.stdout
+        assert output is not None
+        while True:
+            try:
+                data = await output.readline()
+            except ValueError:  # a line beyond asyncio's bound is passed over, for a full pipe would stop p2pd
+                continue
+            if not data:
+                return
             line = data.decode(errors="replace").rstrip()[:500]
             self._lines.append(line)
             logger.debug("p2pd: %s", line)

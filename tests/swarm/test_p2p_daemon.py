@@ -189,12 +189,15 @@ async def test_the_death_of_p2pd_is_noticed(tmp_path: Path) -> None:
         assert await asyncio.wait_for(dying, 60) != 0
 
 
-async def test_a_p2pd_that_cannot_start_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its last words."""
-    monkeypatch.setattr("noloco_node.libp2p.arguments.ALWAYS", ("-announceAddrs=nonsense",))
+@pytest.mark.parametrize("letters", [0, 100_000])
+async def test_a_p2pd_that_cannot_start_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letters: int
+) -> None:
+    """With its last words, also where one of its lines is longer than asyncio reads."""
+    monkeypatch.setattr("noloco_node.libp2p.arguments.ALWAYS", (f"-announceAddrs=nonsense{letters * 'x'}",))
     error = await failure(NodeSettings(), tmp_path)
     assert error.exit_code is ExitCode.P2P_DAEMON
-    assert "nonsense" in error.message
+    assert ("nonsense" in error.message) == (not letters)
 
 
 async def test_a_p2pd_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
