@@ -42,12 +42,17 @@ style: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
-# Four parts of about the same length. Those with daemons wait for most of their time, and the others compute meanwhile.
+# Parts of about the same length, four at a time. Those with daemons wait for most of their time: they come first.
 SIMULATED := tests/simulator tests/virtual
 DAEMONS := $(wildcard tests/daemons/test_[a-q]*.py) tests/hunt
 MORE_DAEMONS := $(wildcard tests/daemons/test_[r-z]*.py) $(SIMULATED)
-WITH_SWARM := tests/swarm
-THE_REST := $(addprefix --ignore=,tests/daemons tests/hunt $(WITH_SWARM) $(SIMULATED))
+PROGRAM := $(wildcard tests/test_[e-z]*.py)
+MORE_PROGRAM := $(wildcard tests/test_[a-d]*.py)
+SWARM := $(wildcard tests/swarm/test_[q-z]*.py)
+MORE_SWARM := $(wildcard tests/swarm/test_[a-d]*.py)
+STILL_MORE_SWARM := $(wildcard tests/swarm/test_[e-p]*.py)
+TRAINING := tests/training tests/model
+THE_REST := $(addprefix --ignore=,tests/daemons tests/hunt tests/swarm $(SIMULATED) $(TRAINING)) --ignore-glob='tests/test_*.py'
 
 # Every test process would compile the package anew where the environment says that nothing compiled is kept.
 test: export PYTHONDONTWRITEBYTECODE :=
@@ -55,7 +60,8 @@ test: style
 	@$(MAKE) --no-print-directory -j2 types parts
 
 parts: $(STAMP)
-	$(BIN)/python -m tests.parts "$(DAEMONS)" "$(MORE_DAEMONS)" "$(WITH_SWARM)" "$(THE_REST)"
+	$(BIN)/python -m tests.parts "$(DAEMONS)" "$(MORE_DAEMONS)" "$(PROGRAM)" "$(SWARM)" "$(THE_REST)" \
+	  "$(TRAINING)" "$(STILL_MORE_SWARM)" "$(MORE_SWARM)" "$(MORE_PROGRAM)"
 
 # All examples of the fuzzers, whole runs at full length, every process spawned.
 test-long: export NOLOCO_TESTS_LONG := 1
@@ -64,7 +70,7 @@ test-long: test
 
 # One part after the other on a machine that does nothing else: what is over its budget (tests/budgets.py).
 test-durations: $(STAMP)
-	@for folders in "tests/daemons tests/hunt $(SIMULATED)" "$(WITH_SWARM)" "$(THE_REST)"; \
+	@for folders in "tests/daemons tests/hunt $(SIMULATED)" tests/swarm "$(PROGRAM) $(MORE_PROGRAM)" "$(TRAINING)" "$(THE_REST)"; \
 	  do $(BIN)/pytest --judge-budgets $$folders || failed=1; done; test -z "$$failed"
 
 proof: $(STAMP)
