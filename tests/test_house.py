@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_662,
-    "lines of the tests": 61_563,
-    "lines of benchmarks and deploy": 4916,
+    "lines of the package": 59_669,
+    "lines of the tests": 61_582,
+    "lines of benchmarks and deploy": 4_916,
     "module-level numbers": 363,
     "files of the package": 279,
     "files of the package below 60 lines": 33,
