@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import resource
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import NoReturn
 
-import psutil
-
 from noloco_node import ambient
 from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.bootstrap.hello import measure_hello
@@ -29,6 +26,7 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.process_memory import address_space_left
 from noloco_node.storage.run_folder import SMALLEST_DISK
 from noloco_node.telemetry.events import Warned
+from noloco_node.telemetry.memory_limit import memory_uses
 from noloco_node.telemetry.words import as_bytes
 from noloco_node.transport.calls import ASKED_AT_ONCE
 from noloco_node.transport.interface import Transport
@@ -138,13 +136,8 @@ def free_disk(path: Path) -> int:
 
 def memory() -> tuple[int, int]:
     """Bytes of memory (available, total), no more than what a container or this process may have."""
-    found = psutil.virtual_memory()
-    available, total = int(found.available), int(found.total)
-    limit, used = _container_memory()
-    if limit is not None:
-        total = min(total, limit)
-        available = min(available, max(0, limit - used))
-    left = address_space_left()
+    uses, left = list(memory_uses()), address_space_left()
+    available, total = min(use.left for use in uses), min(use.limit for use in uses)
     return available if left is None else min(available, left), total
 
 
@@ -165,25 +158,6 @@ def first_failure(checks: Sequence[Check]) -> UserError | None:
         if check.outcome is CheckOutcome.FAIL:
             return UserError(ExitCode.CHECK_FAILED, f"{check.name}: {check.found}", check.remedy)
     return None
-
-
-def _container_memory() -> tuple[int | None, int]:
-    """Limit (None: there is none) and use of this process's control group, in bytes; Linux, both versions."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            return int(_first_line(limit)), int(_first_line(used))
-    return None, 0
-
-
-def _first_line(path: str) -> str:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(descriptor, 64).decode("ascii").strip()
-    finally:
-        os.close(descriptor)
 
 
 logger = logging.getLogger(__name__)

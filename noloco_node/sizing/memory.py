@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from noloco_node.config.load import Config
@@ -19,6 +17,7 @@ from noloco_node.outer.replica import device_bytes
 from noloco_node.process_memory import address_space_left
 from noloco_node.sizing.footprint import FP32, Footprint
 from noloco_node.storage.run_folder import SMALLEST_DISK
+from noloco_node.telemetry.memory_limit import memory_uses
 from noloco_node.training.compute_device import memory_of_device, resolve_device
 from noloco_node.training.compute_thread import MOST_AHEAD
 from noloco_node.training.frozen_state import SPARE_BYTES
@@ -266,23 +265,5 @@ def free_memory(device: str) -> Memory:
 
 def _free_on_host() -> int:
     """What can be had without swapping, and without exceeding what a container or this process is allowed."""
-    free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
-    if limit and used and limit[0].isdigit():
-        free = min(free, max(0, int(limit[0]) - int(used[0]) + _reclaimable(group)))
-    left = address_space_left()
+    free, left = min(use.left for use in memory_uses()), address_space_left()
     return free if left is None else min(free, left)
-
-
-def _reclaimable(group: Path) -> int:
-    """File cache that a container gives back when it needs memory."""
-    rows = (line.split() for line in _lines(group / "memory.stat"))
-    return sum(int(row[1]) for row in rows if row[0] == "inactive_file")
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []

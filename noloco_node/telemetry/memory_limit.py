@@ -12,12 +12,10 @@ from noloco_node.telemetry.events import Warned
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
-NO_LIMIT = 1 << 60
-"""A version 1 group without a limit says a number beyond this."""
 SHORT = 0.9
 """A node warns from this share of the limit on."""
-AMPLE = 0.8
-"""Below this share of the limit a new warning may come."""
+AMPLE = 2 * SHORT - 1.0
+"""Below this share of the limit a new warning may come: twice as much is free then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +29,26 @@ class MemoryUse:
 
     @property
     def ratio(self) -> float:
-        """The used share of the limit, 0 to 1 and a little beyond."""
+        """The used share of the limit, 0 to 1 and a little beyond. A version 1 group without a limit says one that no
+        machine has, of which next to nothing is used."""
         return self.used / self.limit
+
+    @property
+    def left(self) -> int:
+        """Bytes that can be had still."""
+        return max(0, self.limit - self.used)
 
 
 def memory_use(groups: Path = CGROUPS, own: Path = OWN_GROUPS) -> MemoryUse:
-    """The limit that is nearest: one of this process's control groups (version 2 or 1), or the machine's memory."""
+    """The limit that is nearest, by the share of it that is used."""
+    return max(memory_uses(groups, own), key=lambda use: use.ratio)
+
+
+def memory_uses(groups: Path = CGROUPS, own: Path = OWN_GROUPS) -> Iterator[MemoryUse]:
+    """The machine's memory, and the limits of this process's control groups (version 2 or 1)."""
     machine = psutil.virtual_memory()
-    whole = MemoryUse(int(machine.total), int(machine.total - machine.available), "the machine's memory")
-    return max((whole, *_of_groups(groups, own)), key=lambda use: use.ratio)
+    yield MemoryUse(int(machine.total), int(machine.total - machine.available), "the machine's memory")
+    yield from _of_groups(groups, own)
 
 
 def _of_groups(groups: Path, own: Path) -> Iterator[MemoryUse]:
@@ -63,7 +72,7 @@ def _of_groups(groups: Path, own: Path) -> Iterator[MemoryUse]:
 
 def _of_group(group: Path, limit_file: str, used_file: str, cache_row: str) -> Iterator[MemoryUse]:
     limit, used = _read(group / limit_file).strip(), _read(group / used_file).strip()
-    if not (limit.isdigit() and used.isdigit()) or not 0 < int(limit) < NO_LIMIT:
+    if not (limit.isdigit() and used.isdigit()) or not int(limit):
         return
     rows = (row.split() for row in _read(group / "memory.stat").splitlines())
     cache = next((int(row[1]) for row in rows if len(row) == 2 and row[0] == cache_row), 0)
