@@ -64,7 +64,8 @@ def undecodable(path: object, lost: int, characters: int, encoding: str) -> User
 
 
 HEAD_BYTES = 64 << 10
-"""The bytes that are read of a file's beginning to tell its format."""
+"""The bytes that are read of a file's beginning to tell its format. The fingerprint of a shard covers as many of its
+beginning and of its end: another number is another fingerprint."""
 BINARY_PROBE_BYTES = HEAD_BYTES // 8
 
 

@@ -26,12 +26,10 @@ logger = logging.getLogger(__name__)
 MASK = "attention_mask"
 """This column beside token ids is 0 where they are padding."""
 LONGEST_TEXT = 16 << 20
-"""A text file of up to so many characters is one document. A longer file is cut at line ends into documents of a
-sixteenth."""
+"""A text file of up to so many characters is one document. A longer file is cut at line ends into pieces."""
 BATCH_ROWS = 256
-JSON_CHARACTERS = LONGEST_TEXT // 16
-"""A JSON list is read in pieces as long as the documents of a longer text: either takes so much memory beside its file.
-"""
+PIECE_LENGTH = LONGEST_TEXT // 16
+"""What is longer is read, judged, handed on and written in pieces of so many characters, or bytes."""
 _KINDS = {"int": "whole numbers", "float": "numbers", "bool": "true and false", "dict": "groups of fields"}
 _BETWEEN = re.compile(r"[\s,]*")
 
@@ -179,20 +177,17 @@ def _text(file: SourceFile, _field: str) -> Iterator[Document]:
             return
         start = 0
         while text:
-            cut = text.rfind("\n", 0, LONGEST_TEXT // 16) + 1 or LONGEST_TEXT // 16
+            cut = text.rfind("\n", 0, PIECE_LENGTH) + 1 or PIECE_LENGTH
             yield Document(f"{file.key}@{start}", text[:cut])
             start += len(text[:cut])
             text = text[cut:]
-            if len(text) < LONGEST_TEXT // 16:
+            if len(text) < PIECE_LENGTH:
                 text += stream.read(LONGEST_TEXT - len(text))
 
 
 class _Decoded(io.TextIOWrapper):
     """The text of a file. What cannot be read shows as the replacement character; reading raises UserError (DATA)
-    where that is too much of it."""
-
-    LOOK_CHARACTERS = 1 << 20
-    """How often that is looked at, and at the end."""
+    where that is too much of it, which is looked at after each piece and at the end."""
 
     def __init__(self, file: SourceFile) -> None:
         with open_unpacked(file.path, file.packing) as probe:
@@ -222,7 +217,7 @@ class _Decoded(io.TextIOWrapper):
         if not text.isascii():
             self._lost += text.count(LOST)
             text = text.replace(LOST, SHOWN)
-        if self._characters - self._looked >= self.LOOK_CHARACTERS:
+        if self._characters - self._looked >= PIECE_LENGTH:
             self._look()
         return text
 
@@ -285,7 +280,7 @@ def _json_lines(file: SourceFile, stream: TextIO) -> Iterator[tuple[int, object]
 def _json_list(file: SourceFile, stream: TextIO) -> Iterator[tuple[int, object]]:
     """The elements of one list, decoded one by one."""
     decoder = json.JSONDecoder()
-    buffered = stream.read(JSON_CHARACTERS)
+    buffered = stream.read(PIECE_LENGTH)
     at, number = buffered.index("[") + 1, 0
     while True:
         match = _BETWEEN.match(buffered, at)
@@ -303,7 +298,7 @@ def _json_list(file: SourceFile, stream: TextIO) -> Iterator[tuple[int, object]]
             number, at = number + 1, end
             yield number, row
             continue
-        more = stream.read(max(JSON_CHARACTERS, len(buffered) - at))
+        more = stream.read(max(PIECE_LENGTH, len(buffered) - at))
         if not more:
             raise _no_json(f"row {number + 1} of '{file.name}'", problem)
         buffered, at = buffered[at:] + more, 0

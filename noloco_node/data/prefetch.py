@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from noloco_node import ambient
+from noloco_node.aio import STUCK_SECONDS
 from noloco_node.data.samples import Position
 
 MOST_PORTIONS = 1024
 """At most so many portions are read ahead, however small. Making one takes time and memory that its bytes do not say.
 With microbatches of 128 tokens a node read thirty thousand ahead. That took six seconds of CPU beside its first steps,
 and a short run drew few of them."""
-CLOSE_SECONDS = 5.0
-"""Closing waits so many seconds for the thread; one that hangs on a dead disk ends with the process."""
 
 
 def _nothing() -> None:
@@ -94,11 +93,12 @@ class Prefetch:
         return portion.windows
 
     def close(self) -> None:
-        """End the thread; waits for the document that it reads just now, CLOSE_SECONDS at most."""
+        """End the thread; waits for the document that it reads just now. One that hangs on a dead disk ends with the
+        process."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self.thread.join(CLOSE_SECONDS)
+        self.thread.join(STUCK_SECONDS)
 
     def _forget(self, waiter: asyncio.Future[None]) -> None:
         with self._changed:

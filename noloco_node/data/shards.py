@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from noloco_node.config.data_spec import SHARDS, DataSpec
 from noloco_node.data.documents import Document, unreadable
 from noloco_node.data.encoding import encode
+from noloco_node.data.formats import HEAD_BYTES
 from noloco_node.data.hub import ShardReader, hub_shards
 from noloco_node.data.loaders import load
 from noloco_node.data.places import SourceFile, find_files
 from noloco_node.data.sources import is_held_out, warn_of_left_out
 from noloco_node.data.tokenizers import Tokenizer, Tokens
-
-ENDS_BYTES = 64 << 10
-"""The fingerprint covers so many bytes of the beginning and of the end of each shard."""
 
 
 class TextShards:
@@ -59,9 +57,9 @@ def fingerprint_of_shards(files: Sequence[SourceFile]) -> str:
     for file in files:
         try:
             with file.path.open("rb") as opened:
-                ends = opened.read(ENDS_BYTES)
-                opened.seek(max(len(ends), file.size - ENDS_BYTES))
-                ends += opened.read(ENDS_BYTES)
+                ends = opened.read(HEAD_BYTES)
+                opened.seek(max(len(ends), file.size - HEAD_BYTES))
+                ends += opened.read(HEAD_BYTES)
         except OSError as error:
             raise unreadable(file.path, error) from None
         key = file.key.encode("utf-8", errors="surrogateescape")

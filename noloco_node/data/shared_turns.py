@@ -50,7 +50,7 @@ class Claim:
 
     slot: int
     position: int = 0
-    """Kept for the own next life. Records say it for older releases, which go on where a replica has left."""
+    """Kept for the own next life."""
     begun: bool = False
 
 
@@ -65,7 +65,7 @@ class Said:
 class SharedPosition(BaseModel):
     """What a replica keeps of the row for its next life."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")  # an older release kept more
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     row: Annotated[int, Field(gt=0)]
     """Blocks of a pass."""

@@ -17,12 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noloco_node.data.documents import data_error
+from noloco_node.data.loaders import PIECE_LENGTH
 from noloco_node.data.tokenizers import Tokens
 from noloco_node.document_marks import BEGINS
 from noloco_node.errors import UserError
-
-BUFFERED_BYTES = 4 << 20
-"""The bytes of tokens that are held in memory before they are written."""
 
 
 class TokenFile:
@@ -70,7 +68,7 @@ class TokenFile:
         self._waiting.append(data)
         self._waiting_bytes += len(data)
         self.count += len(ids)
-        if self._waiting_bytes >= BUFFERED_BYTES:
+        if self._waiting_bytes >= PIECE_LENGTH:
             self.flush()
 
     def flush(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from noloco_node.config.data_spec import DataSpec
 from noloco_node.data.documents import Document, data_error
+from noloco_node.data.loaders import PIECE_LENGTH
 from noloco_node.data.mixture import naming_part
 from noloco_node.data.sources import divided
 from noloco_node.data.tokenizers import encodable
@@ -33,8 +34,6 @@ pattern."""
 LONGEST_TOKEN = 128
 """A token has at most so many bytes: a text without spaces, or one that repeats itself, gives tokens as long as
 itself."""
-PIECE = 1 << 20
-"""The number of characters that are handed to the tokenizer's trainer at once."""
 
 _Told = Callable[[int, int, bool], None]
 """A function that hears how many documents and bytes were read, and whether that was all."""
@@ -56,8 +55,6 @@ class Learnt:
 class TextTaken:
     """The documents that a tokenizer learns from, and a few that are held out to try it on."""
 
-    TRIED_BYTES = 1 << 20
-
     def __init__(self, spec: DataSpec, most_bytes: int, told: _Told = lambda _documents, _bytes, _read: None) -> None:
         self._spec, self._most_bytes, self._told = spec, most_bytes, told
         self.documents = 0
@@ -70,13 +67,13 @@ class TextTaken:
         for document, held_out in _by_weight(self._spec):
             text = encodable(document.text)
             if held_out:
-                if self._tried_bytes < self.TRIED_BYTES:
-                    self.tried.append(text[: self.TRIED_BYTES])
+                if self._tried_bytes < PIECE_LENGTH:
+                    self.tried.append(text[:PIECE_LENGTH])
                     self._tried_bytes += len(self.tried[-1].encode())
                 continue
             self.documents += 1
-            for start in range(0, len(text), PIECE):
-                piece = text[start : start + PIECE]
+            for start in range(0, len(text), PIECE_LENGTH):
+                piece = text[start : start + PIECE_LENGTH]
                 yield piece
                 self.text_bytes += len(piece.encode())
                 self._told(self.documents, self.text_bytes, False)

@@ -199,13 +199,6 @@ def test_a_node_that_starts_again_goes_on_with_its_own_slot_unless_another_took_
     assert turn.slot not in {claim.slot for claim in late.claims}
 
 
-def test_what_an_older_release_has_kept_is_gone_on_from() -> None:
-    text = '{"time": 1.5, "row": 64, "base": 3, "taken": "a", "open": [[2, 7]], "own": [[4, 9], [6, 0]], "left": true}'
-    turns = turns_of("own", position=SharedPosition.model_validate_json(text))
-    turns.heard([], 1)
-    assert turns.claims[:2] == (Claim(4, 9), Claim(6))
-
-
 def test_a_swarm_that_starts_again_as_a_whole_reads_nothing_twice() -> None:
     one = turns_of("one", row=16)
     one.heard([], 1)

@@ -158,7 +158,7 @@ def test_json_lists_and_long_texts_are_read_in_pieces(tmp_path: Path, monkeypatc
     story = "".join(f"line {number}\n" for number in range(500)) + "z" * 3000
     (tmp_path / "story.txt").write_text(story)
     for size in (16, 61, 4096):
-        monkeypatch.setattr(loaders, "JSON_CHARACTERS", size)
+        monkeypatch.setattr(loaders, "PIECE_LENGTH", size)
         monkeypatch.setattr(loaders, "LONGEST_TEXT", 16 * size)
         assert texts(text_spec(tmp_path / "rows.json")) == [row["text"] for row in rows]
         found = list(read_documents(text_spec(tmp_path / "story.txt")))

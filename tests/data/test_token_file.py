@@ -26,7 +26,7 @@ def test_what_is_appended_comes_back_window_by_window(
     vocab_size: int, buffered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the narrowest type that holds every id, whenever it is written."""
-    monkeypatch.setattr(token_file, "BUFFERED_BYTES", buffered)
+    monkeypatch.setattr(token_file, "PIECE_LENGTH", buffered)
     rng = np.random.default_rng(0)
     parts = [rng.integers(0, vocab_size, size) for size in (0, 1, 30, 7, 100)]
     parts[1][:] = vocab_size - 1
@@ -95,7 +95,7 @@ def test_a_text_that_is_divided_as_it_is_read_is_divided_as_if_it_were_in_memory
 
 def test_memory_is_flat_over_a_hundred_times_as_much_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """6 MB of rows after 60 kB: what is allocated at most while they are packed and read does not grow."""
-    monkeypatch.setattr(token_file, "BUFFERED_BYTES", 1 << 14)
+    monkeypatch.setattr(token_file, "PIECE_LENGTH", 1 << 14)
     row = json.dumps({"text": "words and so on, " * 350}) + "\n"
     peaks: list[int] = []
     for rows in (10, 1000):
