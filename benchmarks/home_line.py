@@ -27,7 +27,7 @@ from noloco_node.config.load import Config, load_config
 from noloco_node.config.run_spec import ActivationCodec
 from noloco_node.model.cut import build_config
 from noloco_node.simulator.report import table_of
-from noloco_node.sizing.advice import loads_of, outlook_on, step_microbatches
+from noloco_node.sizing.advice import expect, loads_of, step_microbatches
 from noloco_node.sizing.devices import Device
 from noloco_node.sizing.footprint import Footprint, footprint_of
 from noloco_node.sizing.utilisation import Link, StageLoad, UtilisationOutlook, outlook_of
@@ -195,8 +195,7 @@ class Home:
 
     def planned_in_full(self) -> UtilisationOutlook:
         """What it says of the real ones, as `config validate` prints it."""
-        device = Device("the real one", self.flop_per_second, None)
-        return outlook_on(self.full, self.full_footprint, self.link, device)
+        return expect(self.full, self.link, Device("the real one", self.flop_per_second, None)).outlook
 
 
 def outer_share(loads: Sequence[StageLoad], between: int) -> float:

@@ -21,6 +21,9 @@ MAX_BODY_BYTES = 256 << 20
 
 MOST_SECONDS = 600.0
 """A transfer of weights takes at most so many seconds, however large it is: at 20 Mbit/s each way that is 1.5 GB."""
+CHUNKS_A_DEADLINE = 2.0
+"""A transfer of weights moves at least so many chunks each way per progress deadline. With the usual 1 MiB in 20 s that
+is 0.84 Mbit/s each way. A line of 20 Mbit/s and 0.2 s, with one chunk in flight, carries fifteen times as much."""
 
 ED25519_PEER_ID = r"^12D3KooW[1-9A-HJ-NP-Za-km-z]{44}$"
 """The form of peer ids from which the public key can be read."""

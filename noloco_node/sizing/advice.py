@@ -28,8 +28,6 @@ HOST_LAYER_SECONDS = {"keep": (3e-3, 3e-3), "recompute": (3e-3, 3e-3), "checkpoi
 """Seconds of the host's Python for each layer and microbatch, there and back, by `inner.backward`; without and with
 `node.compile`, whose gain was measured with `checkpoint` alone: 0.69 of the time, the median of four turns. One core of
 a slow machine, otherwise medians of three of `python -m benchmarks.host_time --layers 12 --compiled` (2026-11-30)."""
-WORTH_SAYING = 1.05
-"""A change that lifts the device's share by less than this factor is listed without a figure."""
 FIXED_PART = 0.3
 """The size of an embedding's fixed part that is advised: in small models 0.1 and 1.0 did a little worse, 0.02 far."""
 OF_THE_WIDTH = 8
@@ -109,7 +107,7 @@ def expect(config: Config, link: Link, device: Device) -> Expectation:
         other = _changed(config, change)
         others, device_bytes = planned(other)
         share = outlook_with(other, others, link).share
-        if share < WORTH_SAYING * now.share:
+        if float(f"{share:.2g}") <= float(f"{now.share:.2g}"):  # it would show the same figure
             in_vain.append(_words(change)[0])
         else:
             found.append(Suggestion(_words(change), share, device_bytes - before))
@@ -129,11 +127,6 @@ def planned_loads(
     """What a microbatch asks of each stage on such devices; `needs` is the planned memory."""
     on_card = does_arithmetic(device, needs)
     return loads_of(config, footprint, device.flop_per_second, step_microbatches(config), on_card=on_card)
-
-
-def outlook_on(config: Config, footprint: Footprint, link: Link, device: Device) -> UtilisationOutlook:
-    """What the configuration gives, as it is."""
-    return outlook_with(config, planned_loads(config, footprint, device, planned_memory(config, footprint)), link)
 
 
 def outlook_with(config: Config, loads: Sequence[StageLoad], link: Link) -> UtilisationOutlook:

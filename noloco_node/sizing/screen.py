@@ -27,10 +27,6 @@ from noloco_node.telemetry.words import as_bytes
 
 KNOWN_DEVICE = "RTX 4090"
 """A node's work is told in shares of this device, if the user has named no other."""
-WORTH_A_PRECISION = 1.5
-"""bf16 is named where a device's peak in it is so many times that of the run's precision."""
-MUCH = 0.2
-"""Muon may cost this share of a step before a remedy is named."""
 PARTS = ("weights", "gradient", "moments", "versions", "held", "at_work", "arriving")
 NAMES = ("weights", "gradient", "moments", "versions", "waiting", "at work", "ahead")
 LIMITS = {
@@ -135,7 +131,7 @@ def _least_uplink_line(run: RunSpec, node: NodeSettings) -> list[str]:
 def _precision_line(device: Device, precision: PrecisionName) -> list[str]:
     """What bf16 would reach on a device that computes in fp32 here."""
     now, then = peak_of(device.name, precision), peak_of(device.name, "bf16")
-    if now is None or then is None or then < WORTH_A_PRECISION * now:
+    if now is None or then is None or then <= now:
         return []
     return [f"  precision         {precision}; run.inner.precision=bf16 has {then / now:.0f} times the peak of it here"]
 
@@ -158,8 +154,10 @@ def _muon_line(config: Config, footprint: Footprint) -> list[str]:
     tokens = step_microbatches(config) * config.run.microbatch_tokens
     stages = zip(footprint.step_flop, footprint.flop_per_token, strict=True)
     share = max(step / (tokens * flop) for step, flop in stages)
-    remedy = "; a larger run.inner.global_batch_tokens or fewer replicas lower it" if share >= MUCH else ""
-    return [f"  muon              adds {_percent(share)} % to the arithmetic of {tokens:,} tokens a step{remedy}"]
+    return [
+        f"  muon              adds {_percent(share)} % to the arithmetic of {tokens:,} tokens a step; a larger "
+        "run.inner.global_batch_tokens or fewer replicas lower it"
+    ]
 
 
 def _compiler_line(node: NodeSettings, shown: Callable[[float], str]) -> list[str]:

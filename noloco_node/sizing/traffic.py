@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from noloco_node.config.node_settings import NodeSettings
-from noloco_node.config.run_spec import MOST_SECONDS, LimitsSpec, RunSpec, token_bytes
+from noloco_node.config.run_spec import CHUNKS_A_DEADLINE, MOST_SECONDS, LimitsSpec, RunSpec, token_bytes
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
 from noloco_node.sizing.footprint import Footprint
@@ -83,8 +83,6 @@ def rest_of_run(run: RunSpec, footprint: Footprint, tokens_left: float, replicas
 
 BITS = 8e-6
 """Mbit of a byte."""
-CHUNK_SHARE = 0.5
-"""A chunk of weights may take this share of the time after which an exchange without one is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +138,7 @@ def line_needs(run: RunSpec, footprint: Footprint) -> tuple[LineNeed, ...]:
 
 def _weights_at_once(size: int, limits: LimitsSpec) -> tuple[int, float]:
     """What of an outer step of so many bytes asks most of a line, and in which time (`transport.calls.floor_of`)."""
-    chunk = min(limits.chunk_bytes, size), CHUNK_SHARE * limits.exchange_progress_seconds
+    chunk = min(limits.chunk_bytes, size), limits.exchange_progress_seconds / CHUNKS_A_DEADLINE
     return max(chunk, (size, MOST_SECONDS), key=lambda each: each[0] / each[1])
 
 

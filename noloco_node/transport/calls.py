@@ -25,7 +25,7 @@ from torch import Tensor
 
 from noloco_node import ambient
 from noloco_node.aio import all_of
-from noloco_node.config.run_spec import MOST_SECONDS
+from noloco_node.config.run_spec import CHUNKS_A_DEADLINE, MOST_SECONDS
 from noloco_node.finite import scale_of
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.transport.errors import ProtocolViolation, Refusal, Refused, TransportError
@@ -43,9 +43,6 @@ longer."""
 ASKED_AT_ONCE = 16
 """The number of peers that are asked one thing at once: each needs a link, and in a large swarm hundreds may be due
 together."""
-CHUNKS_A_DEADLINE = 2.0
-"""A transfer moves at least so many chunks each way per progress deadline. With the usual 1 MiB in 20 s that is 0.84
-Mbit/s each way. A line of 20 Mbit/s and 0.2 s, with one chunk in flight, carries fifteen times as much."""
 ATTEMPTS = 3
 """A microbatch at one hop, and a chunk of a state, a copy or an exchange, is asked for so many times: a stream may
 break."""

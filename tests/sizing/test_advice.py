@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_node.config.load import load_config
+from noloco_node.config.load import Config, load_config
 from noloco_node.config.node_settings import AUTO_MOST
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
@@ -18,7 +18,7 @@ from noloco_node.sizing.advice import (
     check_outer_steps,
     expect,
     fitting_rank,
-    outlook_on,
+    outlook_with,
     planned_loads,
     under_way,
 )
@@ -27,11 +27,17 @@ from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import planned_memory
 from noloco_node.sizing.preflight import plan, plan_lines, plan_run
 from noloco_node.sizing.screen import expectation_lines, memory_lines
-from noloco_node.sizing.utilisation import Link
+from noloco_node.sizing.utilisation import Link, UtilisationOutlook
 
 HOME = Link(2.5e6, 0.1)
 SLOW = Device("slow", 2e11, None)
 QUICK = Device("quick", 1e13, None)
+
+
+def outlook_on(config: Config, link: Link, device: Device) -> UtilisationOutlook:
+    """What the configuration gives, as it is."""
+    footprint = footprint_of(config.run)
+    return outlook_with(config, planned_loads(config, footprint, device, planned_memory(config, footprint)), link)
 
 
 def test_every_suggestion_gives_what_it_says() -> None:
@@ -40,7 +46,7 @@ def test_every_suggestion_gives_what_it_says() -> None:
     assert found.suggestions
     for suggestion in found.suggestions:
         changed = load_config(Path("tiny"), suggestion.settings)
-        outlook = outlook_on(changed, footprint_of(changed.run), HOME, SLOW)
+        outlook = outlook_on(changed, HOME, SLOW)
         assert outlook.share == pytest.approx(suggestion.share)
         assert outlook.share > found.outlook.share
     assert [s.share for s in found.suggestions] == sorted((s.share for s in found.suggestions), reverse=True)
@@ -58,7 +64,7 @@ def test_a_subspace_is_advised_where_a_line_limits_and_the_model_can_be_in_one()
     told = next(each for each in found.suggestions if each.settings[0] == "run.model.subspace_rank=32")
     changed = load_config(Path("tiny"), told.settings)
     footprint = footprint_of(changed.run)
-    assert outlook_on(changed, footprint, HOME, QUICK).share == pytest.approx(told.share)
+    assert outlook_on(changed, HOME, QUICK).share == pytest.approx(told.share)
     assert told.share > 2 * found.outlook.share
     assert footprint.cut_width == 32
     assert sum(footprint.parameters) < sum(footprint_of(config.run).parameters)
@@ -105,7 +111,7 @@ def test_auto_is_planned_to_keep_what_an_origin_keeps_that_sees_the_planned_rate
 
     def rate(number: int) -> Rate:
         config = load_config(Path("tiny"), [f"node.in_flight={number}", "run.inner.global_batch_tokens=65536"])
-        return Rate(outlook_on(config, footprint, link, SLOW).microbatches_a_second, window=1)
+        return Rate(outlook_on(config, link, SLOW).microbatches_a_second, window=1)
 
     seen = {number: rate(number) for number in range(1, AUTO_MOST + 1)}
     loads = planned_loads(config, footprint, SLOW, planned_memory(config, footprint))

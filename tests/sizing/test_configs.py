@@ -8,7 +8,7 @@ import pytest
 
 from noloco_node.config.files import find_config, shipped_configs
 from noloco_node.config.load import load_config
-from noloco_node.sizing.advice import outlook_on
+from noloco_node.sizing.advice import expect
 from noloco_node.sizing.devices import device_by_name
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.memory import GIB, planned_memory, program_bytes
@@ -83,7 +83,7 @@ def test_a_consumers_card_holds_a_stage_of_its_file_and_works_on_a_home_line(siz
     config = load_config(Path(f"consumer-{size}gb"))
     footprint = footprint_of(config.run)
     device = device_by_name(card, config.run.inner.precision)
-    assert outlook_on(config, footprint, Link(2.5e6, 0.1), device).share >= 0.75
+    assert expect(config, Link(2.5e6, 0.1), device).outlook.share >= 0.75
     needs = planned_memory(config, footprint)
     assert size / 3 < max(need.on_device for need in needs) / GIB < 0.9 * size
     most = max(need.total(own_memory=True).host for need in needs)
