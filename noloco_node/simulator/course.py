@@ -273,7 +273,8 @@ async def _run(config: Config, footprint: Footprint, progress: _Progress) -> tup
     def start(stage: int) -> None:
         node = _start(world, way, sim, stage)
         if sim.life_hours is not None:
-            loop.call_later(_life(sim.life_hours, sim.seed, node.number), die, node)
+            hours = random.Random(f"life/{sim.seed}/{node.number}").expovariate(1.0 / sim.life_hours)
+            loop.call_later(3600.0 * hours, die, node)
 
     def die(node: Node) -> None:
         if node.condition == "running":
@@ -316,8 +317,3 @@ def _start(world: World, way: SharedWay, sim: SimSpec, stage: int) -> Node:
     )
     way.attach(peer_of(number), Attachment(number % len(sim.round_trips_ms), up, down))
     return world.start(stage)
-
-
-def _life(life_hours: float, seed: int, number: int) -> float:
-    """Seconds that a node lives."""
-    return random.Random(f"life/{seed}/{number}").expovariate(1.0 / (life_hours * 3600.0))

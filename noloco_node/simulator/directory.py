@@ -18,6 +18,7 @@ from hivemind.p2p import PeerID  # pyright: ignore[reportMissingTypeStubs]
 from hivemind.p2p.p2p_daemon_bindings.control import P2PDaemonError  # pyright: ignore[reportMissingTypeStubs]
 
 from noloco_node import ambient
+from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.directory.dht_node import FIND, PING, STORE, peer_name
 from noloco_node.directory.validator import RecordValidator
@@ -135,10 +136,6 @@ def _name_of(peer: Any) -> PeerId:
     return peer_name(peer)
 
 
-JOIN_AGAIN_SECONDS = 5.0
-"""A node that nobody let in is started again after so many seconds, and names others."""
-
-
 def address_of(peer: PeerId) -> str:
     """What a joiner names; nobody dials it."""
     return f"/ip4/127.0.0.1/tcp/7000/p2p/{peer}"
@@ -179,7 +176,7 @@ class SimulatedDht:
                     validator=self.validator,
                 )
             except UserError:
-                await asyncio.sleep(JOIN_AGAIN_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)  # it is started again, and names others
                 others = [peer for peer in self.members if peer != identity.peer_id and not self.links.lost(peer)]
                 if not others:
                     raise

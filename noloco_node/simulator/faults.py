@@ -10,12 +10,14 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
+from noloco_node.node.checks import CLOCK_LIMIT_SECONDS
+
 _Node = Annotated[int, Field(ge=0, lt=4096)]
 """The number of a node, in the order in which they start."""
 _Seconds = Annotated[float, Field(gt=0.0, le=86_400.0, allow_inf_nan=False)]
 
-MOST_SKEW_SECONDS = 2.9
-"""Nodes whose clock is further off do not start (`checks.CLOCK_LIMIT_SECONDS`)."""
+MOST_SKEW_SECONDS = CLOCK_LIMIT_SECONDS - 0.1
+"""Nodes whose clock is further off do not start."""
 
 
 class _Fault(BaseModel):

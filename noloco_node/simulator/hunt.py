@@ -55,10 +55,9 @@ from noloco_node.workers import Workers, cores
 STEPS = 24
 """The inner steps of the swarm."""
 BATCH_MICROBATCHES = 4
-"""The number of microbatches behind an inner step. A stage of more than `FEW` replicas has one of each. Otherwise a run
-would be over before all have taken part in an outer step."""
-FEW = 8
-IN_FLIGHT = 2
+"""The number of microbatches behind an inner step. A stage of more replicas has one of each. Otherwise a run would be
+over before all have taken part in an outer step."""
+IN_FLIGHT = BATCH_MICROBATCHES // 2
 SECONDS = {Priority.STEP: 0.02, Priority.BACKWARD: 0.6, Priority.FORWARD: 0.3, Priority.DRAW: 0.3}
 """Seconds of the fastest device for each kind of work."""
 
@@ -82,7 +81,7 @@ def run_spec(stages: int, standby_copies: int = 0, replicas: int = 1) -> RunSpec
     renewed as often as a run so short asks for."""
     windows, length = 2, 4
     renewed = {"standby_seconds": 5.0} if standby_copies else {}
-    batch = (BATCH_MICROBATCHES if replicas <= FEW else replicas) * windows * length
+    batch = max(BATCH_MICROBATCHES, replicas) * windows * length
     return RunSpec(
         name="hunt",
         model=ModelSpec(

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 from noloco_node.averaging.side import Phase
 from noloco_node.node.replica import Replica
-from noloco_node.placement.run_end import IDLE_GRACES, NEAR_BY_CLOCK
+from noloco_node.placement.run_end import HELD_UP_GRACES, IDLE_GRACES, NEAR_BY_CLOCK
 from noloco_node.simulator.outer_ledger import OuterEntry, strays
 from noloco_node.telemetry.events import Account, AnyEvent, InnerStep, OuterStep
 from noloco_node.training.progress import FREE_LAG, PACE_A_LAG, SLOWEST_PACE
 
-IN_VAIN_SECONDS = 1800.0
-"""A schedule takes so many virtual seconds only if a node waits for a stage until it gives up."""
 OUTSIDE_SECONDS = 60.0
 """The seconds for which the peers that a joiner names may be frozen, dead or cut off, one after the other. A joiner
 that is kept out for longer is cut off by something that no fault has told."""
@@ -138,9 +136,10 @@ def _nobody_waits_for_ever(run: Run) -> Iterator[str]:
 def _nobody_waits_in_vain(run: Run) -> Iterator[str]:
     """A node that waits for a lost stage until it gives up is right if fewer nodes are left than stages: somebody may
     come. If enough are left, one of them should have gone there, or all should have ended."""
-    waited = any(node.condition == "failed" or node.ended_at > IN_VAIN_SECONDS for node in run.survivors)
+    in_vain = HELD_UP_GRACES * run.grace / 2  # half of what a node gives a lost stage
+    waited = any(node.condition == "failed" or node.ended_at > in_vain for node in run.survivors)
     left_behind = any(node.condition == "failed" and _left_behind(run, node) for node in run.survivors)
-    long = run.over and run.seconds > IN_VAIN_SECONDS
+    long = run.over and run.seconds > in_vain
     if long and waited and len(run.survivors) >= run.stages and not left_behind:
         yield f"in vain: {len(run.survivors)} nodes are left for {run.stages} stages, and {run.seconds:.0f} s passed"
 

@@ -146,7 +146,6 @@ def peer_of(number: int) -> PeerId:
     return identity_of(number).peer_id
 
 
-KEPT = 2
 ENDLESS = Memory(0, 1 << 62)
 """A simulated machine holds any stage: free memory on the simulating machine must not change a course."""
 
@@ -154,8 +153,8 @@ ENDLESS = Memory(0, 1 << 62)
 class Disk(CheckpointFolder):
     """A node's checkpoints, on a disk that may be full."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, KEPT)
+    def __init__(self, path: Path, kept: int) -> None:
+        super().__init__(path, kept)
         self.full = False
         self.origins = dict[PeerId, float]()
         """See `SignedEnd.origins`."""
@@ -304,7 +303,7 @@ class Node:
                     first = partial(_given, weights)
                     await keeper.resume(saved)
                 replica.serve()
-                folder = self.disk or CheckpointFolder(Path("nowhere"), KEPT)
+                folder = self.disk or CheckpointFolder(Path("nowhere"), 1)
                 try:
                     origin = await obtain_state(replica, stays, clock, folder, first=first)
                 except RunHasEnded:

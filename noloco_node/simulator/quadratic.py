@@ -54,8 +54,7 @@ DIMENSIONS = 64
 HIDDEN = 1
 """The count of numbers that stand for a token's activations."""
 VOCABULARY = 256
-NOISES = 512
-"""There are so many noises of microbatches; the inputs of a microbatch say which one it has."""
+"""There are as many noises of microbatches; the inputs of a microbatch say which one it has."""
 BEST_LOSS = 2.0
 """Nats per token at the optimum; a stage adds half of its squared distance to it, a dimension."""
 
@@ -91,7 +90,7 @@ class Landscape:
         def row(size: float) -> Tensor:
             return torch.tensor([rng.gauss(0.0, size) for _ in range(DIMENSIONS)])
 
-        return cls(row(1.0), row(1.0), tuple(row(noise) for _ in range(NOISES)))
+        return cls(row(1.0), row(1.0), tuple(row(noise) for _ in range(VOCABULARY)))
 
     @cached_property
     def goal(self) -> list[float]:
@@ -189,7 +188,7 @@ class QuadraticTrainer(Trainer):
     def _gather(self, weights: Tensor, inputs: Tensor, loss_sum: float, tokens: int) -> Tensor:
         """What it adds to the gradient."""
         first = inputs[0].flatten()[:4]
-        noise = self._land.noises[int(math.fsum(_numbers(first)) * 31 + float(first[-1])) % NOISES]
+        noise = self._land.noises[int(math.fsum(_numbers(first)) * 31 + float(first[-1])) % VOCABULARY]
         added = weights.sub(self._land.optimum).add_(noise).mul_(tokens)
         self.gradient.add_(added)
         self._count(loss_sum, tokens)

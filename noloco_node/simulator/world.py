@@ -129,7 +129,7 @@ class World:
         )
         node.auto = auto
         if number in self._with_disk:
-            self._disks[node.peer] = Disk(self._folder / f"{number}")
+            self._disks[node.peer] = Disk(self._folder / f"{number}", self.settings.checkpoints_kept)
         node.disk = self._disks.get(node.peer)
         self.nodes.append(node)
         self.events.append([])
