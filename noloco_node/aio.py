@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LAG_PROBE_SECONDS = 0.1
-CANCEL_AGAIN_SECONDS = 10.0
-"""Seconds before a second cancellation: longer than any clean-up takes that it would cut short."""
+STUCK_SECONDS = 10.0
+"""What was told to end or to answer, or should have come round, hangs after so many seconds. No clean-up and no healthy
+process takes as long."""
 
 
 async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
@@ -32,7 +32,7 @@ async def cancel_and_wait(tasks: Iterable[asyncio.Future[Any]]) -> None:
     while pending := [task for task in every if not task.done()]:
         for task in pending:
             task.cancel()
-        _, there = await asyncio.wait(pending, timeout=CANCEL_AGAIN_SECONDS)
+        _, there = await asyncio.wait(pending, timeout=STUCK_SECONDS)
         if there:
             logger.warning("told to end and still there: %s", ", ".join(sorted(map(_name_of, there))))
     for task in every:
@@ -140,8 +140,8 @@ class LoopLag:
         """Goes on until it is cancelled, or ends at once in virtual time, where nothing is ever late."""
         loop = asyncio.get_running_loop()
         while not ambient.punctual():
-            due = loop.time() + LAG_PROBE_SECONDS
-            await asyncio.sleep(LAG_PROBE_SECONDS)
+            due = loop.time() + ambient.SOON_SECONDS
+            await asyncio.sleep(ambient.SOON_SECONDS)
             self._worst = max(self._worst, loop.time() - due)
 
     def take(self) -> float:

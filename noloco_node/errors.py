@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 SHOWN = 8
-"""A message names at most so many of what there may be many of."""
+"""A message names, and a screen shows, at most so many of what there may be many of."""
 
 
 class ExitCode(IntEnum):

@@ -26,9 +26,9 @@ from noloco_node.directory.records import (
 )
 from noloco_node.directory.summary import believed, node_seen
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.telemetry.node_state import KEPT, MOST_NODES, NodeSeen
+from noloco_node.tallies import RECENT
+from noloco_node.telemetry.node_state import MOST_NODES, NodeSeen
 from noloco_node.telemetry.swarm_state import (
-    MOST_DEPARTED,
     OTHER_VERSIONS,
     SERVING,
     STATES,
@@ -45,8 +45,6 @@ from noloco_node.transport.interface import Transport
 from noloco_node.trust.admission import Access
 from noloco_node.trust.screened_directory import ScreenedDirectory
 
-FOLLOWED_LIVES = 3.0
-"""The motion of a clock is measured over so many record lives: nine renewals."""
 FAREWELLS = ("finishing", "draining", "paused")
 
 _Said = Literal["training_loss", "validation_loss", "replica_divergence"]
@@ -108,13 +106,10 @@ def view_swarm(
     }
     passed = min(life, now - earlier.looked) if earlier.time else 0.0
     gone = {one.peer_id: one for one in earlier.departed}
-    followed = {
-        peer: _followed(before.get(peer), claim, FOLLOWED_LIVES * life, gone.get(peer), passed)
-        for peer, claim in claims.items()
-    }
+    followed = {peer: _followed(before.get(peer), claim, gone.get(peer), passed) for peer, claim in claims.items()}
     speed, speed_from = _speed(claims, followed)
     clocks = {peer: _present_clock(claim, now, life, speed or 0.0, target) for peer, claim in claims.items()}
-    clock, behind_since = _clock(claims, clocks, earlier, now, FOLLOWED_LIVES * life)
+    clock, behind_since = _clock(claims, clocks, earlier, now, life)
     over = _is_over(target, claims, records, before, was=earlier.over)
     happened = [Happening(time, *change) for change in _changes(before, followed, records)]
     seen = Counter(one.what for one in happened)
@@ -143,7 +138,7 @@ def view_swarm(
         left=earlier.left + seen["left"],
         lost=earlier.lost + seen["lost"],
         reassignments=earlier.reassignments + seen["reassigned"],
-        happenings=(*earlier.happenings, *(happened if earlier.time else ()))[-KEPT:],
+        happenings=(*earlier.happenings, *(happened if earlier.time else ()))[-RECENT:],
         over=over,
         departed=_departed(earlier, followed, time),
         followed=followed,
@@ -162,10 +157,10 @@ def newest_records(directory: DirectoryView, now: float) -> dict[str, LiveRecord
 
 
 def _clock(
-    claims: Mapping[str, _Claim], clocks: Mapping[str, float], earlier: SwarmView, now: float, window: float
+    claims: Mapping[str, _Claim], clocks: Mapping[str, float], earlier: SwarmView, now: float, life: float
 ) -> tuple[float, float | None]:
     """The swarm's clock, and since when those that train are behind it. A joiner, and a record that comes late, do not
-    turn it back. A swarm that goes on from older weights does, after so many seconds (`window`)."""
+    turn it back. A swarm that goes on from older weights does, once all older records have died."""
     origins = [peer for peer, claim in claims.items() if claim.record.stage == 0 and claim.trains]
     settled = [peer for peer in origins if claims[peer].settled]
     timekeepers = settled or origins or [peer for peer, claim in claims.items() if claim.serves]
@@ -174,7 +169,7 @@ def _clock(
         return max(earlier.clock, median(resting or [0.0])), None
     middle = median(clocks[peer] for peer in timekeepers)
     since = now if earlier.behind_since is None else earlier.behind_since
-    if middle >= earlier.clock or now - since >= window:
+    if middle >= earlier.clock or now - since >= life:
         return middle, None
     return earlier.clock, since
 
@@ -186,9 +181,7 @@ def _middle(claims: Mapping[str, _Claim], said: _Said, stage: int | None = None)
     return Middle.of(getattr(claim.record.shown, said) for claim in speakers)
 
 
-def _followed(
-    before: Followed | None, claim: _Claim, window: float, departed: Departed | None, passed: float
-) -> Followed:
+def _followed(before: Followed | None, claim: _Claim, departed: Departed | None, passed: float) -> Followed:
     """`passed`: seconds since the last look."""
     record, points = claim.record, () if before is None else before.points
     same = before is not None and (before.stage, before.state) == (record.stage, record.shown_state)
@@ -196,13 +189,19 @@ def _followed(
         points = ()
     if not points or claim.published > points[-1][0]:
         points = (*points, (claim.published, record.clock))
-    recent = tuple(point for point in points if point[0] >= points[-1][0] - window)[-16:]
     counted = claim.answers or (before is not None and before.counted)
     known = before or departed
     seen_seconds = (known.seen_seconds if known else 0.0) + (passed if claim.trains else 0.0)
     shown = record.shown
     return Followed(
-        record.stage, record.shown_state, record.finished, counted, recent, shown.name, shown.tokens, seen_seconds
+        record.stage,
+        record.shown_state,
+        record.finished,
+        counted,
+        points[-RECENT:],
+        shown.name,
+        shown.tokens,
+        seen_seconds,
     )
 
 
@@ -214,7 +213,7 @@ def _departed(earlier: SwarmView, followed: Mapping[str, Followed], time: float)
         if was.counted and was.seen_seconds > 0.0 and peer not in followed
     ]
     still = [one for one in earlier.departed if one.peer_id not in followed]
-    kept = sorted((*new, *still), key=lambda one: -one.seen_seconds)[:MOST_DEPARTED]
+    kept = sorted((*new, *still), key=lambda one: -one.seen_seconds)[:MOST_NODES]
     return tuple(sorted(kept, key=lambda one: -one.until))
 
 
@@ -327,22 +326,13 @@ class Onlooker:
     """An onlooker. It does not show peers that cannot take part: outsiders of an invited run, nodes of another protocol
     version.
 
-    `over`: the run has come to its end, as far as is known before the first look. `wall` gives seconds since 1970.
+    `over`: the run has come to its end, as far as is known before the first look.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        directory: Directory,
-        spec: RunSpec,
-        *,
-        over: bool = False,
-        wall: Callable[[], float] = ambient.wall,
-    ) -> None:
+    def __init__(self, transport: Transport, directory: Directory, spec: RunSpec, *, over: bool = False) -> None:
         self._transport = transport
         self._directory = ScreenedDirectory(directory, Access(spec))
         self._spec = spec
-        self._wall = wall
         self._roll = HealthChecks(
             transport,
             self._directory,
@@ -380,7 +370,7 @@ class Onlooker:
     def _see(self) -> SwarmView:
         known, now = self._transport.peer_stats, self._directory.now()
         answering = {record.peer_id for record in self._introduced() if is_there(known, record)}
-        self.last = view_swarm(self._spec, self._directory.view, answering, self.last, now, self._wall())
+        self.last = view_swarm(self._spec, self._directory.view, answering, self.last, now, ambient.wall())
         return self.last
 
     def _introduced(self) -> list[PeerRecord]:

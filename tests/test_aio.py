@@ -175,7 +175,7 @@ async def test_who_loses_a_cancellation_is_told_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody waits for ever for a task that has gone on, and the log names it."""
-    monkeypatch.setattr(aio, "CANCEL_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(aio, "STUCK_SECONDS", 0.05)
     lost = list[bool]()
 
     async def loses_one() -> None:

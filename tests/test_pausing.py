@@ -71,7 +71,7 @@ def test_a_signal_is_never_sent_to_another_process_of_the_nodes_number(
 def test_one_node_that_cannot_be_told_keeps_no_other_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a machine's nodes one was about to leave: those after it were never told, and nothing was said of those
     before."""
-    monkeypatch.setattr(pausing, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(pausing, "STUCK_SECONDS", 0.2)
     told, folders = list[Path](), [tmp_path / name for name in ("a", "b", "c")]
 
     def send(folder: RunFolder, _pid: int, _word: Word) -> None:

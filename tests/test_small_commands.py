@@ -17,7 +17,6 @@ import pytest
 
 from noloco_node import __version__
 from noloco_node.cli import main as cli
-from noloco_node.cli import small
 from noloco_node.cli.help_texts import HELP
 from noloco_node.cli.small import DEFAULT_METRICS_PORT, FOLDER_VARIABLE, HOST_VARIABLE, PORT_VARIABLE, health_address
 from noloco_node.config.environment import variable_of
@@ -25,6 +24,7 @@ from noloco_node.config.files import find_config, shipped_configs
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode
 from noloco_node.storage.run_folder import RunFolder
+from noloco_node.telemetry import web
 from noloco_node.telemetry.events import EventFile
 from noloco_node.telemetry.web import Page, WebServer
 from noloco_node.telemetry.words import say_asking
@@ -68,7 +68,7 @@ def test_a_node_that_hangs_is_not_taken_for_none(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a process that is stopped: the system takes questions for it, and none more once its queue is full."""
-    monkeypatch.setattr(small, "HEALTH_SECONDS", 0.1)
+    monkeypatch.setattr(web, "ANSWER_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0), backlog=1) as stopped:
         for _ in range(4):
             assert cli.main(["health", "--metrics-port", str(stopped.getsockname()[1])]) == ExitCode.FAILURE

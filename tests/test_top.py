@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from noloco_node.cli import main as cli
-from noloco_node.diagnostics import top
 from noloco_node.diagnostics.top import Follower, NoState, ask_state, follow, screen
 from noloco_node.errors import ExitCode, UserError
+from noloco_node.telemetry import web
 from noloco_node.telemetry.node_state import NodeState, Surroundings
 from noloco_node.telemetry.swarm_state import SwarmView, document
 from noloco_node.telemetry.web import Page, WebServer
@@ -160,7 +160,7 @@ def test_at_a_seed_one_is_sent_to_watch() -> None:
 
 def test_a_node_that_hangs_is_not_taken_for_another_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process that is stopped: the remedy is about that one."""
-    monkeypatch.setattr(top, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(web, "ANSWER_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         refused = refusal(stopped.getsockname()[1])
     assert "something listens there and does not answer" in refused.message

@@ -17,10 +17,10 @@ from typing import Annotated, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from noloco_node.config.files import SMALL_BYTES
 from noloco_node.config.settings import canonical_json
 from noloco_node.identity.keys import signed_by
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.telemetry.events import MAX_LINE_BYTES
 
 _Count = Annotated[int, Field(ge=0, le=1 << 60)]
 _Name = Annotated[str, Field(max_length=128)]
@@ -132,14 +132,14 @@ def read_entries(path: Path, check: SignedBy = signed_by) -> Iterator[Entry | No
     if not path.exists():
         return
     with path.open("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES + 1):
+        while line := file.readline(SMALL_BYTES + 1):
             if line.endswith(b"\n") or _line_ends(file):  # of a longer line nothing is kept
                 yield _verified(line, check)
 
 
 def _line_ends(file: BinaryIO) -> bool:
     """Go to the end of this line; whether it has one, or is cut off."""
-    while rest := file.readline(MAX_LINE_BYTES):
+    while rest := file.readline(SMALL_BYTES):
         if rest.endswith(b"\n"):
             return True
     return False
@@ -180,7 +180,7 @@ def _add_receipt(total: Contribution, signer: PeerId, receipt: Receipt) -> None:
 
 
 def _verified(line: bytes, check: SignedBy) -> Entry | None:
-    if len(line) > MAX_LINE_BYTES:
+    if len(line) > SMALL_BYTES:
         return None
     try:
         row = json.loads(line)

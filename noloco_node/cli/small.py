@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.process_memory import loading
 from noloco_node.storage.held import NODE_LOCK, lock_holder
-from noloco_node.telemetry.web import Hangs, ask_page
+from noloco_node.telemetry.web import ANSWER_SECONDS, Hangs, ask_page
 from noloco_node.telemetry.words import say_asking, say_drawing
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ DEFAULT_METRICS_PORT = 9100
 """A node is asked on this port if neither an option nor the environment says where it answers."""
 HOST_VARIABLE, PORT_VARIABLE = "NOLOCO_NODE_METRICS_HOST", "NOLOCO_NODE_METRICS_PORT"
 FOLDER_VARIABLE, DEFAULT_RUN_FOLDER = "NOLOCO_NODE_RUN_FOLDER", "runs/node"
-HEALTH_SECONDS = 4.0
-"""Seconds for the whole question; the image's health check gives up after 5."""
 NAME_FOLDER = (
     "name the run folder of a node that runs on this machine with node.metrics_port set, "
     "or where its pages are, with --metrics-host and --metrics-port"
@@ -122,9 +120,9 @@ def address_told(run_folder: Path) -> tuple[str, int] | None:
 def ask_health(host: str, port: int) -> tuple[bool, str]:
     """Whether the node there says that it is alive, and its words or why there are none."""
     try:
-        status, body = ask_page(host, port, "/healthz", seconds=HEALTH_SECONDS, most_bytes=1000)
+        status, body = ask_page(host, port, "/healthz", most_bytes=1000)
     except Hangs as error:
-        return False, f"no answer from {host} port {port} in {HEALTH_SECONDS:.0f} s: {error}"
+        return False, f"no answer from {host} port {port} in {ANSWER_SECONDS:.0f} s: {error}"
     except (OSError, http.client.HTTPException, ValueError) as error:
         return False, (
             f"no answer from {host} port {port}: {error}; no node runs here, or it has another port "

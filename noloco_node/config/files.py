@@ -18,7 +18,8 @@ from yaml.constructor import ConstructorError
 from noloco_node.errors import ExitCode, UserError, near_words, suggestion
 
 _FOLDER = Path(str(files("noloco_node"))) / "configs"
-MAX_CHARACTERS = 512 * 1024
+SMALL_BYTES = 1 << 20
+"""A settings file, a small file, and a line of any file are read up to so many bytes, or characters."""
 MAX_VALUES = 20_000
 """At most so many values count after aliases have been replaced: a few lines of aliases can stand for millions."""
 
@@ -63,7 +64,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The settings in the file that CONFIG names, as they are written. Raises UserError (CONFIG)."""
     try:
         with find_config(path).open(encoding="utf-8") as file:
-            text = file.read(MAX_CHARACTERS + 1)  # bounded: the path may be a device
+            text = file.read(SMALL_BYTES + 1)  # bounded: the path may be a device
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error), nearest_config(path)) from None
     except UnicodeDecodeError:
@@ -102,8 +103,8 @@ def parse_yaml(text: str) -> object:
     """The value that `text` stands for. Raises yaml.YAMLError for what is no YAML, is larger or deeper than any
     settings are, or sets a key twice. It does so too for a value that cannot be made (a date in month 13), and for a
     request for anything but plain values."""
-    if len(text) > MAX_CHARACTERS:
-        raise yaml.YAMLError(f"it has {len(text):,} characters, and {MAX_CHARACTERS:,} are allowed")
+    if len(text) > SMALL_BYTES:
+        raise yaml.YAMLError(f"it has {len(text):,} characters, and {SMALL_BYTES:,} are allowed")
     try:
         value: object = yaml.load(text, _Loader)
     except RecursionError:
@@ -167,12 +168,12 @@ def check_plain(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is a link or no ordinary file", str(path))
 
 
-def read_small(path: Path, most: int = 1 << 20) -> bytes:
-    """An ordinary file's content. OSError where it is none, or longer than `most` bytes."""
+def read_small(path: Path) -> bytes:
+    """An ordinary file's content. OSError where it is none, or longer than `SMALL_BYTES`."""
     check_plain(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it is longer than {most:,} bytes", str(path))
+        content = file.read(SMALL_BYTES + 1)
+    if len(content) > SMALL_BYTES:
+        raise OSError(errno.EFBIG, f"it is longer than {SMALL_BYTES:,} bytes", str(path))
     return content

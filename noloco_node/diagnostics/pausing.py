@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from noloco_node import ambient
+from noloco_node.aio import STUCK_SECONDS
 from noloco_node.diagnostics.status import Events, node_folders
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.node.interrupts import WORDS, Word
@@ -18,8 +19,6 @@ from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import AnyEvent, Doing, EventReader, NodeStopped
 from noloco_node.telemetry.words import one_line
 
-ANSWER_SECONDS = 10.0
-"""A node has so long to say what it makes of the word; one that trains takes two seconds."""
 ABOUT_PROCESSES = Path("/proc")
 SIGNALS = {word: signal.Signals(number) for number, word in WORDS.items()}
 
@@ -44,7 +43,7 @@ def tell_nodes(path: Path, word: Word) -> Iterator[str]:
                 untold[folder.path] = error
             else:
                 yield one_line(f"{folder.path}: it has ended just now")
-    until = ambient.monotonic() + ANSWER_SECONDS
+    until = ambient.monotonic() + STUCK_SECONDS  # a node that trains takes two
     for one in asked:
         yield one_line(f"{one.folder.path}: {one.answer(until)}")
     if untold:

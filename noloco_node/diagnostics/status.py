@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from noloco_node import ambient
 from noloco_node.accounting.statements import Contribution, read_contribution
+from noloco_node.config.files import SMALL_BYTES
 from noloco_node.errors import SHOWN, ExitCode, UserError
 from noloco_node.identity.keys import load_identity
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import (
-    AT_LAST_SECONDS,
-    MAX_LINE_BYTES,
+    TOLD_SECONDS,
     Account,
     AnyEvent,
     Doing,
@@ -45,9 +45,8 @@ SHOWN_WARNINGS = (
     ("another_life", "birth"),
 )
 """Each warning is shown by this line of a node's present."""
-SILENT_SECONDS = AT_LAST_SECONDS + 15.0
-"""A node that trains writes its account at least once in `AT_LAST_SECONDS`; after so many silent seconds it is stuck or
-frozen."""
+SILENT_SECONDS = TOLD_SECONDS + 15.0
+"""A node that trains writes its account at least once in `TOLD_SECONDS`; after so many silent seconds it is stuck."""
 
 _KIND = re.compile(rb'"event":"([a-z0-9_]+)"')
 _WARNING = re.compile(rb'"what":"([a-z_]+)"')
@@ -66,7 +65,7 @@ class Events:
     def __init__(self, path: Path) -> None:
         lines: dict[bytes, bytes] = {}
         with path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES):
+            while line := file.readline(SMALL_BYTES):
                 kind = _KIND.search(line)
                 if kind and line.endswith(b"\n"):
                     name = kind.group(1) + _warned_of(kind.group(1), line)

@@ -22,7 +22,6 @@ from noloco_node.telemetry.terminal import LOOK_SECONDS, node_screen
 from noloco_node.telemetry.web import Hangs, ask_page
 from noloco_node.telemetry.words import as_clock_time
 
-ANSWER_SECONDS = 4.0
 OF_A_SWARM = "nodes_answering"
 """This field of a swarm's state is in no node's."""
 PAGES = "start the node with --metrics-port N, and name that port here; a node says where its pages are when it is up"
@@ -42,7 +41,7 @@ class NoState(Exception):
 def ask_state(host: str, port: int) -> NodeState:
     """The state of the node whose pages are there. Raises NoState."""
     try:
-        status, body = ask_page(host, port, "/api/state", seconds=ANSWER_SECONDS, most_bytes=4 << 20)
+        status, body = ask_page(host, port, "/api/state", most_bytes=4 << 20)
     except Hangs as error:
         raise NoState(str(error), WAKE) from None
     except TimeoutError:

@@ -13,6 +13,7 @@ from noloco_node.config.load import render
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.exporting.evaluation import Score
 from noloco_node.exporting.gathered import Gathered, SavedReplica
+from noloco_node.telemetry.node_state import MOST_NODES
 from noloco_node.telemetry.words import as_trained
 
 S = TypeVar("S", DataSpec, MixedSource)
@@ -25,8 +26,6 @@ REPORTED = (
 )
 OWNERS = "(the owner's)"
 """This stands in place of a path on the owner's machine."""
-MOST_NAMED = 64
-"""The most replicas that a card names; the rest are counted."""
 
 
 def model_card(
@@ -66,7 +65,7 @@ def model_card(
             "",
             *_made_of(used),
             "",
-            "Tokens count those of the whole swarm." + _averaged(used),
+            "Tokens count those of the whole swarm. Replicas of a stage, where there are several, were averaged.",
             "",
             *REPORTED,
             "",
@@ -78,10 +77,6 @@ def model_card(
             "",
         ]
     )
-
-
-def _averaged(used: Mapping[int, Sequence[SavedReplica]]) -> str:
-    return " Several replicas of a stage were averaged." if any(len(one) > 1 for one in used.values()) else ""
 
 
 def _how_to_load(has_tokenizer: bool) -> Iterator[str]:
@@ -120,9 +115,9 @@ def _worth(gathered: Gathered, score: Score | None) -> Iterator[tuple[str, str]]
 
 def _made_of(used: Mapping[int, Sequence[SavedReplica]]) -> Iterator[str]:
     rows = [one for stage in sorted(used) for one in sorted(used[stage], key=lambda each: -each.clock)]
-    yield from (f"- stage {one.stage}: {_named(one)}, at {one.clock:,.0f} tokens" for one in rows[:MOST_NAMED])
-    if len(rows) > MOST_NAMED:
-        yield f"- and {len(rows) - MOST_NAMED:,} more"
+    yield from (f"- stage {one.stage}: {_named(one)}, at {one.clock:,.0f} tokens" for one in rows[:MOST_NODES])
+    if len(rows) > MOST_NODES:
+        yield f"- and {len(rows) - MOST_NODES:,} more"
 
 
 def _named(replica: SavedReplica) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil, floor, log10
 
-from noloco_node.report.figures import Bars, ChartLine, ChartPoint, Curves, Timeline, named, shares
+from noloco_node.report.figures import Bars, ChartLine, Curves, Timeline, named, shares
 
 WIDE, HIGH = 400, 240
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 38
@@ -103,13 +103,10 @@ def _drawn(lines: Sequence[ChartLine], x: _Scale, y: _Scale) -> Iterator[str]:
         for piece in line.pieces:
             spots = [(x.at(a), y.at(b)) for a, b in piece]
             if len(spots) > 1:
-                yield f'<polyline class="line {line.colour}"{dashes} points="{_joined(spots)}"/>'
+                places = " ".join(f"{a:.1f},{b:.1f}" for a, b in spots)
+                yield f'<polyline class="line {line.colour}"{dashes} points="{places}"/>'
             if line.dots or len(spots) == 1:
                 yield from (f'<circle class="dot {line.colour}" cx="{a:.1f}" cy="{b:.1f}" r="2.6"/>' for a, b in spots)
-
-
-def _joined(spots: Sequence[ChartPoint]) -> str:
-    return " ".join(f"{a:.1f},{b:.1f}" for a, b in spots)
 
 
 def _legend(lines: Sequence[ChartLine]) -> str:

@@ -13,11 +13,11 @@ from typing import Literal, cast
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from noloco_node import __version__
+from noloco_node.config.files import SMALL_BYTES
 from noloco_node.diagnostics.status import node_folders, said_now
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.events import (
-    MAX_LINE_BYTES,
     Account,
     AnyEvent,
     CheckpointTaken,
@@ -346,7 +346,7 @@ def _nothing_to_tell(path: Path, passed_over: int) -> UserError:
 def _version_of(path: Path) -> str:
     for member in node_folders(path):
         with RunFolder(member).events.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES):
+            while line := file.readline(SMALL_BYTES):
                 found = _VERSION.search(line)
                 if found and found.group(1).decode() != __version__:
                     return found.group(1).decode()

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, cast
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from noloco_node import ambient
-from noloco_node.config.files import is_plain
+from noloco_node.config.files import SMALL_BYTES, is_plain
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,6 @@ TrainedTokens = Annotated[
 ]
 """Tokens that the whole swarm has trained, as this replica counts them. It is `trained_tokens` for readers, and was
 `clock` in the release before this one."""
-
-MAX_LINE_BYTES = 1 << 20
-"""A line is read up to so many bytes, so that a file without line ends fills no memory."""
 
 
 class Event(BaseModel):
@@ -532,8 +529,8 @@ class EventReader:
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            while line := file.readline(MAX_LINE_BYTES):
-                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+            while line := file.readline(SMALL_BYTES):  # a file without line ends fills no memory
+                if not line.endswith(b"\n") and len(line) < SMALL_BYTES:
                     return
                 self._offset += len(line)
                 event = self._parsed(line)
@@ -579,13 +576,14 @@ def read_events(path: Path) -> list[AnyEvent]:
 
 OF_A_LIFE = 1.0 / 1800.0
 """Two accounts in a node's file lie this part of its life apart: within the first hour all are there."""
-AT_LAST_SECONDS = 60.0
-"""Two accounts lie at most so many seconds apart. One in two seconds, as they are made, would be 41 MB a day."""
+TOLD_SECONDS = 60.0
+"""What is told of a node is at most so many seconds old: the account in its file, the last line of its log, the steps
+behind its speeds. One account in two seconds, as they are made, would be 41 MB a day."""
 
 
 class Diary:
     """Writes a node's events to its file. The last account before it stops or moves is in it, and after a kill -9 one
-    that is at most `AT_LAST_SECONDS` old."""
+    that is at most `TOLD_SECONDS` old."""
 
     def __init__(self, file: EventFile) -> None:
         self._file = file
@@ -622,7 +620,7 @@ class Diary:
         if last is None or account.time < last.time:  # this machine's clock has been set back
             return True
         life = abs(account.time - (self._began or 0.0))
-        return account.time - last.time >= min(AT_LAST_SECONDS, OF_A_LIFE * life)
+        return account.time - last.time >= min(TOLD_SECONDS, OF_A_LIFE * life)
 
     def _write_withheld(self) -> None:
         if self._withheld is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from noloco_node.telemetry.events import (
+    TOLD_SECONDS,
     Account,
     AnyEvent,
     CheckpointTaken,
@@ -17,7 +18,6 @@ from noloco_node.telemetry.events import (
     NodeStopped,
     OuterStep,
 )
-from noloco_node.telemetry.node_state import RATE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class Utilization:
         """The idle time since the last account; None at the first."""
         before, self._busy = self._busy, (event.time, event.busy_seconds)
         self._work.append((event.time, self._flop))
-        while len(self._work) > 2 and self._work[1][0] <= event.time - RATE_SECONDS:
+        while len(self._work) > 2 and self._work[1][0] <= event.time - TOLD_SECONDS:
             self._work.popleft()
         if before is None:
             return None

@@ -13,6 +13,7 @@ from math import inf
 from typing import Literal
 
 from noloco_node.telemetry.events import (
+    TOLD_SECONDS,
     AnyEvent,
     Doing,
     Evaluation,
@@ -30,9 +31,6 @@ from noloco_node.telemetry.node_state import LETTERS, LogLine, NodeState, NodeVi
 from noloco_node.telemetry.words import as_long, as_loss, shortened
 
 LOGGER_NAME = "noloco_node"
-QUIET_SECONDS = 60.0
-"""After so many seconds without a line from INFO up the next inner step is shown. At a low pace an outer step takes
-minutes, and a node that says nothing for as long looks like one that hangs."""
 
 ORIGINS = {
     "seed": "the run's first weights",
@@ -80,13 +78,14 @@ class NodeLog:
             self._told_at = event.time if level > logging.DEBUG else self._told_at
 
     def _is_overdue(self, event: AnyEvent) -> bool:
-        """Whether an inner step is to be shown: the first of a life, and one after a while in which nothing was."""
+        """Whether an inner step is to be shown: the first of a life, and one after a while in which nothing was. At a
+        low pace an outer step takes minutes, and a node that says nothing looks like one that hangs."""
         self._told_at = min(self._told_at, event.time)  # a clock may be set back
         if not isinstance(event, InnerStep):
             self._trains = self._trains and not isinstance(event, NodeStarted)
             return False
         first, self._trains = not self._trains, True
-        return first or event.time - self._told_at >= QUIET_SECONDS
+        return first or event.time - self._told_at >= TOLD_SECONDS
 
 
 def describe(event: AnyEvent) -> tuple[int, str]:

@@ -12,16 +12,13 @@ from http import HTTPStatus
 from typing import Any
 
 from noloco_node import ambient
-from noloco_node.aio import Heartbeat
+from noloco_node.aio import STUCK_SECONDS, Heartbeat
 from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.telemetry.events import Account, AnyEvent, Evaluation, InnerStep, OuterStep
 from noloco_node.telemetry.logging import LogTail
 from noloco_node.telemetry.node_state import POINTS, NodeView, Surroundings
 from noloco_node.telemetry.web import JSON, Page, PageMaker, WebServer, state_page
-
-BEATEN_WITHIN_SECONDS = 10.0
-"""An event loop that has not come round for more seconds is stuck."""
 
 Headers = Mapping[str, str]
 
@@ -164,7 +161,7 @@ def liveness(heartbeat: Heartbeat | None) -> PageMaker:
 
     def answer(_: Headers) -> Page:
         age = heartbeat.age if heartbeat else 0.0
-        if age < BEATEN_WITHIN_SECONDS:
+        if age < STUCK_SECONDS:
             return Page(b"ok\n")
         return _unavailable(f"the event loop has not come round for {age:.0f} s")
 

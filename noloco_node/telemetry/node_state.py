@@ -12,7 +12,9 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from noloco_node import __version__, ambient
+from noloco_node.tallies import QUIET_PAUSES, RECENT
 from noloco_node.telemetry.events import (
+    TOLD_SECONDS,
     Account,
     AnyEvent,
     CheckpointTaken,
@@ -31,15 +33,10 @@ from noloco_node.telemetry.events import (
 )
 from noloco_node.telemetry.words import shortened
 
-RATE_SECONDS = 60.0
-"""Speeds are counted over so many seconds, and over `RATE_STEPS` inner steps if these take longer."""
 FEW_STEPS = 5
 """A single inner step says little: losses, paces and idleness are told over so many."""
 RATE_STEPS = 2 * FEW_STEPS
-STALL_STEPS = 3.0
-"""After so many times the usual time without an inner step a node is slower than it was, and the shown speed sinks."""
-KEPT = 16
-"""The number of last outer steps, warnings and happenings that are shown."""
+"""Speeds are counted over `TOLD_SECONDS`, and over so many inner steps if these take longer."""
 LETTERS = 2000
 """A warning and a line of the log are cut between two words after so many letters. A node names its addresses there."""
 MOST_NODES = 256
@@ -259,7 +256,7 @@ class NodeView:
         self._lock = threading.Lock()
         self._since = ambient.wall()
         self._last = NodeState(time=self._since, since=self._since, state="", detail="", version=__version__)
-        self._steps = RecentSteps(RATE_STEPS, RATE_SECONDS)
+        self._steps = RecentSteps(RATE_STEPS, TOLD_SECONDS)
         """Those behind the speeds: no jump of the run's clock lies between them."""
         self._doing: Doing | None = None
         self._stopped: NodeStopped | None = None
@@ -363,7 +360,7 @@ class NodeView:
                 self._rested |= event.what == "paused"
             case Warned():
                 line = LogLine(time=event.time, text=shortened(event.detail, LETTERS))
-                self._say(warnings=(*self._last.warnings, line)[-KEPT:])
+                self._say(warnings=(*self._last.warnings, line)[-RECENT:])
             case Reachability():
                 self._say(reachability=_part(HowReached, event))
             case CheckpointTaken():
@@ -381,7 +378,8 @@ class NodeView:
         if event.kind == "aborted":
             return
         self._say(
-            exchanges=(*self._last.exchanges, _part(Exchange, event))[-KEPT:], outer_steps_taken=event.outer_steps_taken
+            exchanges=(*self._last.exchanges, _part(Exchange, event))[-RECENT:],
+            outer_steps_taken=event.outer_steps_taken,
         )
         if event.kind == "caught_up":
             self._steps.clear()
@@ -426,4 +424,4 @@ def _seconds_between(steps: Sequence[InnerStep], now: float) -> float:
         return 0.0
     first, last = steps[0].time, steps[-1].time
     usual = (last - first) / (len(steps) - 1)
-    return now - first if now - last > STALL_STEPS * usual + 1.0 else last - first
+    return now - first if now - last > QUIET_PAUSES * usual + 1.0 else last - first

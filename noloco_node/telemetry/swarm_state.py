@@ -14,8 +14,6 @@ STATES = ("joining", "training", "finishing", "draining")
 """A node may say this of itself while it is there."""
 SERVING = ("training", "finishing")
 OTHER_VERSIONS = "other"
-MOST_DEPARTED = 64
-"""The most nodes that have gone and are still named: those that were seen at work for the longest time."""
 
 SwarmDocument = dict[str, Any]
 NodeChange = Literal["joined", "left", "lost", "reassigned"]
@@ -159,7 +157,7 @@ class SwarmView:
     over: bool = False
     """The run has come to its end."""
     departed: tuple[Departed, ...] = ()
-    """`MOST_DEPARTED` at most, the last ones to go first."""
+    """`MOST_NODES` at most, those that were seen at work for the longest time; the last ones to go first."""
     followed: Mapping[str, Followed] = field(default_factory=dict[str, Followed])
     """For the next look."""
 

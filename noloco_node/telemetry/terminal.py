@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from noloco_node.ambient import LOOK_SECONDS
+from noloco_node.errors import SHOWN
 from noloco_node.telemetry.events import AnyEvent, NodeStarted, StateDownload
 from noloco_node.telemetry.node_state import NodeSeen, NodeState, NodeView
 from noloco_node.telemetry.swarm_state import Departed, Happening, Middle, SwarmView
@@ -34,12 +35,8 @@ from noloco_node.telemetry.words import (
     printable,
 )
 
-MOST_LISTED = 40
-"""A table has so many rows at most."""
 OTHER_LINES = 20
 """The lines of a screen that are for other things than tables and log."""
-LAST_LINES = 8
-"""A screen shows so many of the last lines of a log, or of the last things that happened in a swarm."""
 WARNINGS_SHOWN = 3
 WHAT = {"joined": "came to", "left": "left", "lost": "vanished from", "reassigned": "reassigned to"}
 
@@ -99,11 +96,11 @@ def node_screen(state: NodeState, foot: str, *, trouble: str = "", height: int =
         _two_columns(_figures_of_node(state)),
     ]
     if state.peers:
-        parts += [Text(), _peers(state, max(3, min(MOST_LISTED, height - OTHER_LINES - LAST_LINES)))]
+        parts += [Text(), _peers(state, max(3, height - OTHER_LINES - SHOWN))]
         alone = [f"{as_node(peer.peer_id, peer.name)}: {peer.left_alone}" for peer in state.peers if peer.left_alone]
         parts += [Text(printable(line), "yellow", no_wrap=True, overflow="ellipsis") for line in alone[:WARNINGS_SHOWN]]
     if state.log:
-        parts += [Text(), *(_log_line(line.time, line.level, line.text) for line in state.log[-LAST_LINES:])]
+        parts += [Text(), *(_log_line(line.time, line.level, line.text) for line in state.log[-SHOWN:])]
     # Names are others' words: as text they are drawn as they are, never read as markup.
     name = printable(state.run.name) if state.run else "starting"
     where = f" · stage {state.stage} of {state.stages} · node …{printable(state.peer_id or '')[-6:]}"
@@ -122,8 +119,8 @@ def swarm_screen(
 ) -> RenderableType:
     """A swarm in so many lines of a terminal; its nodes get what is left. `warnings` concern the process that looks on,
     a line each. Where that knows more `troubles`, `more` figures, or better what `happened`, it gives them."""
-    lines = list(happened or map(_happening, view.happenings))[-LAST_LINES:]
-    most = max(3, min(MOST_LISTED, height - OTHER_LINES - len(view.stages) - len(lines)))
+    lines = list(happened or map(_happening, view.happenings))[-SHOWN:]
+    most = max(3, height - OTHER_LINES - len(view.stages) - len(lines))
     parts: list[RenderableType] = [
         *_red([*_troubles_of_swarm(view), *troubles]),
         *(Text(printable(line), style="yellow", no_wrap=True, overflow="ellipsis") for line in warnings),

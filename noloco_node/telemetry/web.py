@@ -292,6 +292,10 @@ HANGS = (
 )
 
 
+ANSWER_SECONDS = 4.0
+"""A page has so many seconds to come; the image's health check gives up after 5."""
+
+
 class Hangs(Exception):
     """What listens there has taken the question, or the system for it, and gives no answer."""
 
@@ -299,10 +303,10 @@ class Hangs(Exception):
         super().__init__(HANGS)
 
 
-def ask_page(host: str, port: int, path: str, *, seconds: float, most_bytes: int) -> tuple[int, bytes]:
-    """Status and body of a page, as far as `most_bytes`; `seconds` for each step of it. Raises Hangs; OSError,
+def ask_page(host: str, port: int, path: str, *, most_bytes: int) -> tuple[int, bytes]:
+    """Status and body of a page, as far as `most_bytes`; each step of it has `ANSWER_SECONDS`. Raises Hangs; OSError,
     HTTPException or ValueError where nothing is there, or no such server."""
-    connection, connected = http.client.HTTPConnection(host, port, timeout=seconds), False
+    connection, connected = http.client.HTTPConnection(host, port, timeout=ANSWER_SECONDS), False
     try:
         connection.connect()
         connected = True

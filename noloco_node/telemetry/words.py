@@ -125,10 +125,6 @@ def plain_text(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
-ASKING_SECONDS = 30
-"""Seconds to load, to start p2pd, and to find that an address is dead; roughly, for a waiting person."""
-LOADING_SECONDS = 10
-"""Seconds to load what trains; roughly, from a cold disk more."""
 SLOW_TO_LOAD = "torch"
 
 
@@ -139,13 +135,13 @@ def say_asking(peers: Sequence[str], log_format: str = "text") -> None:
         say_loading(log_format)
     elif log_format == "text":
         whom = "the peer" if len(peers) == 1 else f"{len(peers)} peers"
-        _say(f"asking {whom} at {', '.join(peers)} for the run: up to {ASKING_SECONDS} s")
+        _say(f"asking {whom} at {', '.join(peers)} for the run: some seconds, half a minute where one is dead")
 
 
 def say_loading(log_format: str = "text") -> None:
     """Before torch and transformers are loaded, where they are not yet. Nothing beside a log of JSON."""
     if log_format == "text" and SLOW_TO_LOAD not in sys.modules:
-        _say(f"loading torch and transformers: about {LOADING_SECONDS} s")
+        _say("loading torch and transformers: some seconds, from a cold disk more")
 
 
 def say_drawing() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from noloco_node.config.files import MAX_CHARACTERS, MAX_VALUES, parse_yaml
+from noloco_node.config.files import MAX_VALUES, SMALL_BYTES, parse_yaml
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
 
@@ -24,7 +24,7 @@ REFUSED = {
     "closed brackets": ("[" * 500 + "]" * 500, "too deep"),
     "a list of many": ("a: [" + "1," * (MAX_VALUES + 1) + "]", "values"),
     "a group in itself": ("a: &a [*a]", "values"),
-    "many characters": ("#" + "x" * (MAX_CHARACTERS + 1), "characters"),
+    "many characters": ("#" + "x" * (SMALL_BYTES + 1), "characters"),
     "a date in month 13": ("a: 2024-13-45", "cannot be"),
     "a number of 5,000 digits": ("a: " + "9" * 5000, "cannot be"),
     "a call": ("a: !!python/object/apply:os.system [true]", "constructor"),

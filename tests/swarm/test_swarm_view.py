@@ -20,7 +20,7 @@ from noloco_node.peers.scorecard import NOBODY
 from noloco_node.telemetry.metrics import SEED_TABLE
 from noloco_node.telemetry.node_state import MOST_NODES
 from noloco_node.telemetry.swarm_metrics import rows_of
-from noloco_node.telemetry.swarm_state import MOST_DEPARTED, Middle, SwarmView, document
+from noloco_node.telemetry.swarm_state import Middle, SwarmView, document
 from noloco_node.transport.memory import MemoryTransport
 from tests.memory_directory import MemoryDirectory
 from tests.support import alongside, eventually
@@ -163,9 +163,9 @@ def test_names_are_plain_and_short_and_stand_beside_what_was_seen_of_a_node() ->
             record("a", shown={"name": bad})
         with pytest.raises(ValidationError):
             NodeSettings(name=bad)
-    crowd = [record(f"n{n:03}") for n in range(MOST_DEPARTED + 20)]
+    crowd = [record(f"n{n:03}") for n in range(MOST_NODES + 20)]
     full = seen([], seen(crowd, seen(crowd), now=START + LIFE / 4), now=START + LIFE / 2)
-    assert len(full.departed) == MOST_DEPARTED
+    assert len(full.departed) == MOST_NODES
 
 
 def test_four_hundred_ghosts_add_nothing_to_what_is_counted_and_little_to_what_is_shown() -> None:

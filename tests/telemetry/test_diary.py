@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from noloco_node.telemetry.events import (
-    AT_LAST_SECONDS,
+    TOLD_SECONDS,
     Account,
     Diary,
     Doing,
@@ -56,7 +56,7 @@ def test_the_longer_it_runs_the_fewer_accounts_are_kept(tmp_path: Path) -> None:
     life.diary.write(step)
     late = [at for at in life.kept() if at > 31 * HOUR]
     gaps = [after - before for before, after in pairwise(late)]
-    assert set(gaps) == {AT_LAST_SECONDS}
+    assert set(gaps) == {TOLD_SECONDS}
     assert life.path.stat().st_size - before < 1.4e6 * 6 / 24
     assert read_events(life.path)[-1] == step
 

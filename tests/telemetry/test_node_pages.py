@@ -25,7 +25,7 @@ from noloco_node.simulator.loop import in_virtual_time
 from noloco_node.telemetry.events import Doing, Warned
 from noloco_node.telemetry.logging import LogTail
 from noloco_node.telemetry.metrics import Metrics
-from noloco_node.telemetry.node_pages import BEATEN_WITHIN_SECONDS, Curve, NodePages, early_pages
+from noloco_node.telemetry.node_pages import STUCK_SECONDS, Curve, NodePages, early_pages
 from noloco_node.telemetry.node_state import LETTERS, MOST_NODES, POINTS, NodeSeen, NodeView, Surroundings
 from noloco_node.telemetry.of_node import Telemetry, telemetry_of
 from noloco_node.telemetry.web import WebServer
@@ -151,7 +151,7 @@ async def test_a_node_whose_loop_hangs_is_told_apart_from_one_that_waits(monkeyp
     answers = pages.answers()
     first = await asyncio.to_thread(answers["/api/state"], {})
     assert len(json.loads(first.body)["peers"]) == 1
-    later = time.monotonic() + BEATEN_WITHIN_SECONDS
+    later = time.monotonic() + STUCK_SECONDS
     monkeypatch.setattr(ambient, "monotonic", lambda: later)
     pages.shown.made, began = None, time.monotonic()
     hung = [answers[path]({}) for path in ("/healthz", "/readyz")]  # on the loop's own thread: it cannot come round
