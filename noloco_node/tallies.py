@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 MOST_PEERS = 4096
 """A table has so many entries if it is told no other number: a key costs a stranger nothing."""
@@ -21,15 +22,14 @@ LATEST = 1 / 8
 """The latest value has this weight in a moving average. A liar's eight answers, or a bad minute, then move it by two
 thirds."""
 RECENT = 16
-"""The number of latest values that are kept of what has a usual value. A few odd ones cannot move their median or mean
-far."""
+"""The number of latest values that are kept of what has a usual value, and of happenings that are shown. A few odd ones
+cannot move their median or mean far."""
 QUIET_PAUSES = 2.0
 """Somebody has fallen silent after so many times its usual pause: by chance one pause is longer than the last."""
 SLACK = 1.5
 """What is up to so many times the usual, or the least, counts as no worse."""
 MUCH_MORE = 2.0
 """One has much more than others of its kind with more than so many times what these have."""
-_MOST_DOUBLED = 64
 
 
 def moved(usual: float | None, latest: float, weight: float = LATEST) -> float:
@@ -45,7 +45,8 @@ class Doubling(NamedTuple):
 
     def after(self, earlier: int) -> float:
         """The pause after so many earlier ones in a row; none of them, or less than none: the first."""
-        return min(self.longest, self.first * 2.0 ** min(max(0, earlier), _MOST_DOUBLED))
+        doublings = min(max(0, earlier), sys.float_info.max_exp - 1)  # one more, and Python has no such number
+        return min(self.longest, self.first * 2.0**doublings)
 
     def about(self, earlier: int, rng: random.Random) -> float:
         """That, by half shorter or longer: where many fail at once they do not all come back at once."""
@@ -223,12 +224,8 @@ class FairQueue(Generic[T]):
         if not self._waiting:
             raise IndexError("nothing waits")
         if len(self._waiting) > 1:
-            return min(self._waiting.items(), key=_stands_at)
+            return min(self._waiting.items(), key=lambda waiting: waiting[1].stands_at)
         return next(iter(self._waiting.items()))
-
-
-def _stands_at(waiting: tuple[str, _Line[Any]]) -> float:
-    return waiting[1].stands_at
 
 
 class _Line(Generic[T]):

@@ -98,9 +98,6 @@ def _span(replicas: Sequence[SavedReplica]) -> str:
     return "" if first == last else f" (trained to {first} … {last} tokens)"
 
 
-FIRST_COLUMN = 46
-
-
 def eval_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `eval`."""
     add = command.add_argument
@@ -148,8 +145,14 @@ def _eval_replicas(gathered: Gathered, options: argparse.Namespace) -> None:
 
     held_out, kept = HeldOut(with_text(gathered.run, options)), gathered.kept()
     mean = {name: value for stage in sorted(kept) for name, value in mean_of(kept[stage]).items()}
-    _print_head(gathered.run, held_out, f", at {gathered.clock:,.0f} of {gathered.run.inner.target_tokens:,} tokens")
-    held_out.singles(kept, mean, _print_single)
+    names = ["merged", *(_alone(replica) for replicas in kept.values() for replica in replicas)]
+    at = f", at {gathered.clock:,.0f} of {gathered.run.inner.target_tokens:,} tokens"
+    width = _print_head(gathered.run, held_out, names, at)
+
+    def told(replica: SavedReplica | None, score: Score) -> None:
+        _print_score("merged" if replica is None else _alone(replica), score, width)
+
+    held_out.singles(kept, mean, told)
 
 
 def _eval_model(folder: Path, options: argparse.Namespace) -> int:
@@ -170,8 +173,8 @@ def _eval_model(folder: Path, options: argparse.Namespace) -> int:
             "name the configuration of the run that it was trained in, or leave --config out",
         )
     held_out = HeldOut(run)
-    _print_head(run, held_out)
-    _print_score("the model", held_out.score(model))
+    width = _print_head(run, held_out, ["the model"])
+    _print_score("the model", held_out.score(model), width)
     return int(ExitCode.OK)
 
 
@@ -232,26 +235,25 @@ def _write(text: str) -> None:
     print(plain_text(text), end="", flush=True)
 
 
-def _print_head(run: RunSpec, held_out: HeldOut, at: str = "") -> None:
+def _print_head(run: RunSpec, held_out: HeldOut, names: Sequence[str], at: str = "") -> int:
+    """What is scored, and the head of a table; the width of its first column, where these names stand."""
+    width = max(map(len, [*names, *(f"  on {source}" for source in run.data.names)]))
     print(f"run {run.name} ({run.run_id}){at}: {held_out.windows} held-out windows, {held_out.tokens:,} tokens")
     if held_out.bytes is None:
         print("bits a byte are not known: the run trains on token ids, without a tokenizer (run.data.tokenizer: none)")
-    print(f"{'':<{FIRST_COLUMN}} {'loss':>8} {'perplexity':>12} {'bits/byte':>10}", flush=True)
-
-
-def _print_single(replica: SavedReplica | None, score: Score) -> None:
-    _print_score("merged" if replica is None else _alone(replica), score)
+    print(f"{'':<{width}} {'loss':>8} {'perplexity':>12} {'bits/byte':>10}", flush=True)
+    return width
 
 
 def _alone(replica: SavedReplica) -> str:
     folder = "" if replica.source == replica.peer else replica.source.rpartition("/")[2]
     words = [word for word in (folder, f"…{replica.peer[-6:]}" if replica.peer else "") if word]
-    return f"stage {replica.stage} of {' '.join(words)} alone"[:FIRST_COLUMN]
+    return f"stage {replica.stage} of {' '.join(words)} alone"
 
 
-def _print_score(name: str, score: Score) -> None:
+def _print_score(name: str, score: Score, width: int) -> None:
     perplexity = f"{score.perplexity:,.3f}" if math.isfinite(score.perplexity) else "infinite"
     bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
-    print(f"{name:<{FIRST_COLUMN}} {score.loss:>8.4f} {perplexity:>12} {bits:>10}", flush=True)
+    print(f"{name:<{width}} {score.loss:>8.4f} {perplexity:>12} {bits:>10}", flush=True)
     for source, each in score.sources:
-        _print_score(f"  on {source}"[:FIRST_COLUMN], each)
+        _print_score(f"  on {source}", each, width)

@@ -25,6 +25,7 @@ from noloco_node.laboratory.figures import (
     lines,
 )
 from noloco_node.storage import atomic
+from noloco_node.telemetry.words import as_bytes
 
 
 def plan_lab(config: Config) -> tuple[int, int]:
@@ -178,9 +179,9 @@ def _row(record: Results, rows: Sequence[FigureLine], line: FigureLine) -> list[
         _number(line.figure(lambda result: result.validation_loss_fast), "{:.4f}"),
         _number(line.figure(lambda result: result.validation_loss_merged), "{:.4f}"),
         _gap(line, best_of(record.lab["reference"], rows, line.replicas)),
-        _number(line.figure(lambda result: result.bytes_per_outer_step), _bytes),
-        _number(line.figure(lambda result: result.bytes_per_inner_step), _bytes),
-        _number(line.figure(lambda result: activation_bytes(record, result)), _bytes),
+        _number(line.figure(lambda result: result.bytes_per_outer_step), as_bytes),
+        _number(line.figure(lambda result: result.bytes_per_inner_step), as_bytes),
+        _number(line.figure(lambda result: activation_bytes(record, result)), as_bytes),
         _number(line.figure(lambda result: result.outer_rounds), "{:.1f}"),
         _number(line.figure(lambda result: result.alone_share), "{:.1%}"),
         _number(line.figure(lambda result: result.clipped_share), "{:.1%}"),
@@ -228,14 +229,6 @@ def _number(spot: Spot | None, style: str | Callable[[float], str]) -> str:
     if spot is None:
         return NONE
     return style.format(spot.mean) if isinstance(style, str) else style(spot.mean)
-
-
-def _bytes(count: float) -> str:
-    """Decimal units, three digits: 1.23 MB."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def _options(options: dict[str, Any]) -> str:

@@ -60,7 +60,7 @@ def draw(plot: Plot, record: Results, path: Path) -> Path:
 def convergence(record: Results) -> Sheet:
     """Validation loss by tokens, a panel for each number of replicas."""
     rows = lines(record)
-    counts = _replicas(rows)
+    counts = sorted({line.replicas for line in rows})
     sheet = Sheet(1, len(counts), title=f"{record.run['name']}: convergence")
     for panel, count in zip(sheet.panels[0], counts, strict=True):
         for line in _best_of_each(row for row in rows if row.replicas == count):
@@ -209,10 +209,6 @@ def _best_of_each(rows: Iterable[FigureLine]) -> list[FigureLine]:
 def _look(record: Results, line: FigureLine) -> tuple[str, str]:
     """Colour and marker of a variant: by its place in the file, the same in every plot."""
     return style([variant["name"] for variant in record.lab["variants"]].index(line.variant))
-
-
-def _replicas(rows: Iterable[FigureLine]) -> list[int]:
-    return sorted({line.replicas for line in rows})
 
 
 def _of(record: Results, line: FigureLine, name: str) -> Any:

@@ -302,7 +302,8 @@ class Training:
             for stage_group in self._stage_groups:
                 stage_group.last()
         final = self._evaluate_replicas()
-        self._final = (final, fast, self._evaluate_merged())
+        merged = [weights[None] for weights in self.merged_weights()]
+        self._final = (final, fast, _finite(self._loss(merged, self._held_out)))
         self._diverged = final is None
 
     def _evaluate_replicas(self) -> float | None:
@@ -320,9 +321,6 @@ class Training:
             rest = self._loss([fast[: count - even] for fast in weights], self._held_out[even:])
             total = (even * total + (count - even) * rest) / count
         return _finite(total)
-
-    def _evaluate_merged(self) -> float | None:
-        return _finite(self._loss([merged[None] for merged in self.merged_weights()], self._held_out))
 
     def _loss(self, weights: Sequence[Tensor], indices: Sequence[int]) -> float:
         """The mean over these windows, divided among replicas with these weights."""

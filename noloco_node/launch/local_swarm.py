@@ -27,12 +27,8 @@ from noloco_node.telemetry.web import TARGETS, scrape_targets
 
 DAEMON = (sys.executable, "-m", "noloco_node", "run")
 """The command of a daemon; configuration file and options follow."""
-
 STOP_SECONDS = 6.0
 """Seconds from SIGTERM to SIGKILL; a daemon's own drain ends before."""
-COMPILING_SECONDS = 300.0
-"""Each daemon that compiles its stage (`node.compile`) has so many seconds more to start: they share the machine's
-cores."""
 ORDERLY_EXITS = (ExitCode.OK, ExitCode.INTERRUPTED)
 
 
@@ -178,7 +174,8 @@ class LocalSwarm:
 
     @property
     def _compiling_seconds(self) -> float:
-        return COMPILING_SECONDS * len(self.nodes) if self.config.node.compile else 0.0
+        """Each daemon that compiles its stage has as long again: they share the machine's cores."""
+        return self.config.local_swarm.start_seconds * len(self.nodes) if self.config.node.compile else 0.0
 
     async def start(self) -> None:
         """Start the first daemon, and once it is up all others with its address; return when all are up.

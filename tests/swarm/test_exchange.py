@@ -205,7 +205,7 @@ def test_an_opening_is_late_by_time_and_by_steps(seconds: float, steps: int, lat
 
 async def test_a_commit_is_waited_for_however_often_its_owner_is_told_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a large stage takes longer than `cancel_and_wait` waits before it tells a task again."""
-    monkeypatch.setattr(aio, "CANCEL_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(aio, "STUCK_SECONDS", 0.05)
     async with two_replicas() as (_, left, _):
         outer, averaging, begun = left.worker.outer, left.averaging, threading.Event()
         commit = outer.commit

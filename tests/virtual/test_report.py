@@ -49,7 +49,7 @@ def test_a_row_holds_the_mean_over_seeds_its_deviation_and_the_gaps() -> None:
     row = rows["49,152 tokens, 4 replicas", "noloco", "outer.gamma 0.6"]
     assert (row["validation loss"], row["merged"]) == ("1.6717 ± 0.0306 (n = 3)", "1.6667")
     assert row["gap"] == f"+{0.1 / 1.57166667:.2%}" == "+6.36%"
-    assert (row["sent per outer step"], row["sent per inner step"]) == ("74 kB", "12.3 kB")
+    assert (row["sent per outer step"], row["sent per inner step"]) == ("74.0 kB", "12.3 kB")
     assert (row["outer steps"], row["no partner"], row["clipped"], row["seconds"]) == ("8.0", "12.5%", "0.0%", "3")
     assert rows["49,152 tokens, 4 replicas", "data parallel", "–"]["gap"] == "+0.00%"
 
