@@ -187,7 +187,7 @@ def _text(file: SourceFile, _field: str) -> Iterator[Document]:
 
 class _Decoded(io.TextIOWrapper):
     """The text of a file. What cannot be read shows as the replacement character; reading raises UserError (DATA)
-    where that is too much of it, which is looked at after each piece and at the end."""
+    where that is too much of it. That is looked at after each piece and at the end."""
 
     def __init__(self, file: SourceFile) -> None:
         with open_unpacked(file.path, file.packing) as probe:
