@@ -45,9 +45,9 @@ class Machine:
     is done at once when it goes on.
     """
 
-    def __init__(self, name: str, *, clock_ahead: float = 0.0) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.clock_ahead = clock_ahead
+        self.clock_ahead = 0.0
         """Seconds by which its wall clock is wrong."""
         self.sources = 0
         self.held: list[_Handle] | None = None

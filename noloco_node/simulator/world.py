@@ -103,14 +103,13 @@ class World:
         """Nodes that have not come to any end."""
         return [node for node in self.nodes if node.condition == "running"]
 
-    def start(self, stage: int, *, clock_ahead: float = 0.0, twin_of: Node | None = None, auto: bool = False) -> Node:
+    def start(self, stage: int, *, twin_of: Node | None = None, auto: bool = False) -> Node:
         """Start a node at a stage, now; an `auto` one chooses where. It joins by nodes that run; the first begins the
-        swarm. `clock_ahead`: seconds by which its wall clock is wrong; `twin_of`: it has that node's identity, as where
-        a folder was copied."""
+        swarm. `twin_of`: it has that node's identity, as where a folder was copied."""
         number = len(self.nodes)
         running = [node.peer for node in self.running]
         entrances = self._rng.sample(running, min(3, len(running)))
-        machine = Machine(f"node {number}", clock_ahead=clock_ahead)
+        machine = Machine(f"node {number}")
         identity = identity_of(number) if twin_of is None else twin_of.identity
         node = Node(
             number,

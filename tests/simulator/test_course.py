@@ -135,7 +135,7 @@ def test_figures_of_a_node_are_of_the_time_that_it_lived() -> None:
     assert dying.directory_received[0] > 0.6 * whole.directory_received[0]
 
 
-def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path) -> None:
+def test_a_simulation_has_figures_and_files(tmp_path: Path) -> None:
     """Half a virtual minute of four nodes."""
     config = shipped("sim.nodes=4", "sim.hours=0.01", "sim.sample_seconds=10")
     told = list[float]()
@@ -148,7 +148,6 @@ def test_a_simulation_has_figures_files_and_the_same_trace_again(tmp_path: Path)
     files = write_results(result, "noloco-node simulate", tmp_path)
     assert all(path.stat().st_size for path in files.values())
     assert found.trace in result.table
-    assert simulate(config, lambda _done, _all: None).trace == found.trace
     assert result.node == {"in_flight": 3}
 
 

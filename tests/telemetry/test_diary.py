@@ -49,9 +49,9 @@ def test_within_the_first_hour_all_is_kept(tmp_path: Path) -> None:
 def test_the_longer_it_runs_the_fewer_accounts_are_kept(tmp_path: Path) -> None:
     """After thirty hours one a minute, 1.4 MB a day and not 41; other events all."""
     life = Life(tmp_path)
-    life.go_on(0.0, 31 * HOUR)
+    life.go_on(0.0, 31 * HOUR, every=20.0)
     before = life.path.stat().st_size
-    life.go_on(31 * HOUR, 37 * HOUR)
+    life.go_on(31 * HOUR, 37 * HOUR, every=20.0)
     step = made.inner_step(7, time=BEGIN + 37 * HOUR)
     life.diary.write(step)
     late = [at for at in life.kept() if at > 31 * HOUR]
