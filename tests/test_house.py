@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_669,
+    "lines of the package": 59_687,
     "lines of the tests": 61_582,
     "lines of benchmarks and deploy": 4_916,
-    "module-level numbers": 363,
+    "module-level numbers": 365,
     "files of the package": 279,
     "files of the package below 60 lines": 33,
     "kB of Markdown": 299,

@@ -154,6 +154,7 @@ class DhtNode:
         self._calls = asyncio.Semaphore(FEW_PEERS)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._calling_back: set[Any] = set()
+        self._pings = 0
         self._rested = 0
         self._answers = PeerBudgets[PeerId](ASKED_BYTES, ASKED_BYTES_A_SECOND, ambient.monotonic)
         self._answers_together = {known: Budget(*pool, ambient.monotonic) for known, pool in ASKED_TOGETHER.items()}
@@ -349,8 +350,17 @@ class DhtNode:
             return False
         to_ask: Any = self.table.add_or_update_node(node_id, peer)
         if to_ask is not None:
-            self._spawn(self.ping(to_ask[1]))
+            self._spawn(self._ask_whether_there(to_ask[1]))
         return True
+
+    async def _ask_whether_there(self, peer: Any) -> None:
+        """Ask as many at once as a bucket has places: a crowd that lets such calls hang holds up no other request."""
+        if self._pings < BUCKET_SIZE:
+            self._pings += 1
+            try:
+                await self.ping(peer)
+            finally:
+                self._pings -= 1
 
     async def _call_back(self, peer: Any) -> bool:
         """Tell whether a peer that asks for it can be reached, as far as is known.

@@ -28,7 +28,7 @@ from typing import Literal
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.hop import LEAST_WEIGHT, LONGEST_MEMORY_SECONDS, REST_A_SECOND, slowness
 from noloco_node.peers.scorecard import Partner, PeerBook
-from noloco_node.tallies import NO_REST, RECENT, SLACK, Doubling, Rest, moved
+from noloco_node.tallies import NO_REST, RECENT, Doubling, Rest, moved
 
 RESTS = Doubling(1.0, 120.0)
 """These are the shortest rests in seconds: the first is 1 s, each further one is twice as long, up to 120 s."""
@@ -41,6 +41,8 @@ STRANGERS = PeerId("")
 PROBATION_ROUNDS = 4
 """Probation lasts at most so many outer steps of H inner steps. A newcomer that no stage peer had time for stays on
 probation for so many times that bound, since its copy is as old as when it came."""
+LOSS_TOLERANCE = 1.1
+"""A newcomer whose loss is more than so many times a stage peer's is not in line with it."""
 
 Ending = Literal["in_line", "time"]
 
@@ -189,13 +191,13 @@ class Meeting:
 def in_line(meeting: Meeting) -> bool:
     """Tell whether the newcomer is where its stage peers are.
 
-    It is so near that nothing would be clipped. If both losses are known, its own is within the `SLACK` of the other's.
+    It is so near that nothing would be clipped. If both losses are known, its own is at most a tenth above the other's.
     """
     if not meeting.difference <= meeting.bound:  # not `>`: NaN is in line with nothing
         return False
     if meeting.own_loss is None or meeting.stage_peer_loss is None:
         return True
-    return meeting.own_loss <= SLACK * meeting.stage_peer_loss
+    return meeting.own_loss <= LOSS_TOLERANCE * meeting.stage_peer_loss
 
 
 class RecentLoss:

@@ -164,7 +164,8 @@ class PipelineServer:
         self._places = MicrobatchLimiter(context.settings.max_pending, load=lambda: worker.load)
         self._shares = SourceShares(lambda: worker.progress.clock >= spec.inner.warmup_tokens)
         self.rations = EvaluationRations(spec, worker, peer_stats.book)
-        self._scales = NormBound(MULTIPLE, floor=1.0)
+        # A refusal loses a microbatch, and a clipped gradient only counts less: here twice as much is allowed.
+        self._scales = NormBound(2.0 * MULTIPLE, floor=1.0)
         self.origins_seen = OriginsSeen()
         self.out_of_scale = 0
         """Microbatches refused so far because their activations were much too large."""

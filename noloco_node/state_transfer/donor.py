@@ -33,6 +33,9 @@ from noloco_node.transport.interface import Withdraw
 from noloco_node.transport.messages import check_addressed
 
 SNAPSHOT_SHARED_SECONDS = ANSWER_SECONDS / 6
+HELD_SHARE = 0.05
+"""The training waits for snapshots of a large stage. They may cost at most this share of a donor's time, since any
+stranger may ask for one."""
 DONOR_PLACES = 2
 """Late joiners that may copy a node's state at once; others are told `busy` and ask another node."""
 
@@ -178,7 +181,8 @@ class StateDonor(Participant):
             size=packed.size,
             root=root_of(digests),
         )
-        return _Held(manifest, packed, digests, shared_until=at + SNAPSHOT_SHARED_SECONDS, used=at)
+        shared = max(SNAPSHOT_SHARED_SECONDS, state.held_seconds / HELD_SHARE)
+        return _Held(manifest, packed, digests, shared_until=at + shared, used=at)
 
     async def handle_chunk(self, peer: PeerId, request: StateRequest) -> Reply[Nothing]:
         """A chunk of the snapshot that is held, as fast as the rate allows. Raises Refused where another one is meant,

@@ -18,12 +18,14 @@ from noloco_node import ambient
 from noloco_node.config.run_spec import LimitsSpec
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.hop import LITTLE
-from noloco_node.peers.scorecard import ANSWER_SECONDS
 from noloco_node.tallies import FEW_PEERS, SLACK, FairQueue, moved
 from noloco_node.training.progress import LastTrained
+from noloco_node.transport.calls import ATTEMPTS, QUESTION_SECONDS
 
 MOST_TRIED = 3
 """Of slow donors, and of strangers' copies of a stage, so many are tried before the best is kept."""
+WAIT_SECONDS = ATTEMPTS * QUESTION_SECONDS
+"""A refused peer keeps its turn for as long as a question may take. Longer turns of absent peers would block places."""
 WHOLE_SECONDS = 900.0
 """While others wait, a reader that takes the whole state within so many seconds keeps its place: half of what they
 wait. So does one that takes more than `LITTLE` of its share of the donor's rate."""
@@ -44,8 +46,7 @@ class Readers:
         self._chunk_bytes = chunk_bytes
         self._readers: dict[PeerId, _Reader] = {}
         self._waiting: dict[PeerId, float] = {}
-        """When each refused peer asked last, in the order in which they first asked. It keeps its turn for as long as
-        an answer counts."""
+        """When each refused peer asked last, in the order in which they first asked."""
         self._chunks = 0
 
     def begin(self, chunks: int) -> None:
@@ -98,7 +99,7 @@ class Readers:
 
     def _before(self, peer: PeerId, now: float) -> int:
         """How many wait for longer than `peer`."""
-        self._waiting = {each: asked for each, asked in self._waiting.items() if now - asked <= ANSWER_SECONDS}
+        self._waiting = {each: asked for each, asked in self._waiting.items() if now - asked <= WAIT_SECONDS}
         waiting = list(self._waiting)
         return waiting.index(peer) if peer in self._waiting else len(waiting)
 
