@@ -18,9 +18,9 @@ from noloco_node.directory.records import PeerState
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.first_state import become_current
 from noloco_node.node.replica import Replica
-from noloco_node.peers.partners import PROBATION_ROUNDS, Meeting, ProbationStanding, RecentLoss, in_line
+from noloco_node.peers.partners import LOSS_TOLERANCE, PROBATION_ROUNDS, Meeting, ProbationStanding, RecentLoss, in_line
 from noloco_node.peers.scorecard import PeerBook
-from noloco_node.tallies import MOST_PEERS, SLACK
+from noloco_node.tallies import MOST_PEERS
 from noloco_node.telemetry.events import OuterStep, ProbationEnded
 from noloco_node.transport.errors import Refusal
 from tests.support import eventually, one_turn
@@ -37,11 +37,11 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def test_in_line_is_near_and_not_worse() -> None:
-    """Distance within the bound; the loss within the slack, where both are known."""
+    """Distance within the bound; the loss at most a tenth above, where both are known."""
     assert in_line(Meeting(1.0, 1.0))
     assert not in_line(Meeting(1.01, 1.0))
-    assert in_line(Meeting(1.0, 2.0, own_loss=1.49, stage_peer_loss=1.0))
-    assert not in_line(Meeting(1.0, 2.0, own_loss=1.51, stage_peer_loss=1.0))
+    assert in_line(Meeting(1.0, 2.0, own_loss=1.09, stage_peer_loss=1.0))
+    assert not in_line(Meeting(1.0, 2.0, own_loss=1.11, stage_peer_loss=1.0))
     assert in_line(Meeting(1.0, 2.0, own_loss=None, stage_peer_loss=1.0))
     assert in_line(Meeting(1.0, 2.0, own_loss=9.0, stage_peer_loss=None))
 
@@ -53,7 +53,7 @@ def test_nothing_beyond_the_bound_and_no_nan_is_in_line(
     """Whatever the numbers: in line means that the difference is at most the bound, and the loss not too high."""
     if in_line(Meeting(difference, bound, own, stage_peer)):
         assert difference <= bound
-        assert own is None or stage_peer is None or own <= SLACK * stage_peer
+        assert own is None or stage_peer is None or own <= LOSS_TOLERANCE * stage_peer
 
 
 def standing(inner_steps: int = 5) -> tuple[ProbationStanding, list[tuple[str, int]]]:
