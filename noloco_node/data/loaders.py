@@ -402,7 +402,9 @@ def _of_batches(batches: Any, file: SourceFile, field: str, rows: int = 0) -> It
 
 
 def _values(column: Any) -> Iterator[object]:
-    """Rows of a column: lists of whole numbers as arrays, anything else as Python has it."""
+    """Rows of a column: lists of whole numbers as arrays, anything else as Python has it. ArrowException for damaged
+    ones: nothing else sees what is no UTF-8, and an offset that leads outside would end the process."""
+    column.validate(full=True)
     types: Any = _arrow().types
     lists = types.is_list(column.type) or types.is_large_list(column.type)
     if not lists or not types.is_integer(column.type.value_type) or column.flatten().null_count:
