@@ -166,4 +166,4 @@ def _reap_child(folder: Path) -> None:
 def _base() -> Path:
     base = tempfile.gettempdir()
     # A Unix socket's path must fit into about 100 bytes.
-    return Path(base if len(base) <= 60 else "/tmp")
+    return Path(base if len(os.fsencode(base)) <= 60 else "/tmp")

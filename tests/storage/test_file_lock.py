@@ -5,12 +5,23 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import socket
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from noloco_node.storage.held import FileLock, LockHeld, lock_holder
+from noloco_node.storage.held import FileLock, LockHeld, PrivateFolder, lock_holder
+
+
+def test_a_private_folder_has_room_for_sockets_whatever_letters_lead_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A letter may take several bytes of a path, and p2pd did not start."""
+    with tempfile.TemporaryDirectory(prefix="д" * 40, dir="/tmp") as long, socket.socket(socket.AF_UNIX) as one:
+        monkeypatch.setattr("tempfile.tempdir", long)
+        folder = PrivateFolder()
+        one.bind(str(folder.path / "p2pclient-0123456789ab.sock"))
+        folder.remove()
 
 
 def descriptors() -> int:
