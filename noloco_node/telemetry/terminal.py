@@ -73,16 +73,19 @@ class NodeDisplay:
                 get_renderable=lambda: node_screen(self._view.state(), "Ctrl-C leaves in order"),
                 redirect_stdout=sys.stdout.isatty(),
             )
-            self._live.start(refresh=True)
+            with contextlib.suppress(OSError):
+                self._live.start(refresh=True)
 
     def line(self, text: str) -> None:
         """Print a line above the screen; it is not broken, so that it can be copied."""
         self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Draw a last time, and leave that on the terminal."""
+        """Draw a last time, and leave that on the terminal, if it is still there: whoever hung up had a node that left
+        in order say that it had failed."""
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
             self._live = None
 
 

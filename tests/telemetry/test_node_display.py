@@ -207,3 +207,12 @@ def test_only_the_terminal_that_a_process_is_in_front_of_is_drawn_on() -> None:
 def test_nodes_are_counted_by_stage_in_words(counts: tuple[int, ...], words: str) -> None:
     """`2 + 0` says nothing to a user that has not read the code."""
     assert as_nodes(counts) == words
+
+
+def test_a_terminal_that_is_gone_ends_no_node() -> None:
+    """A node whose user hung up left in order, and then said that it had failed."""
+    ours, theirs = pty.openpty()
+    display = NodeDisplay(half_way(), Console(file=os.fdopen(theirs, "w", encoding="utf-8"), force_terminal=True))
+    os.close(ours)
+    display.observe(made.started("s0-r0"))
+    display.close()
