@@ -153,6 +153,12 @@ def _check_size(value: object) -> None:
             waiting += cast("list[object]", each)
 
 
+def home_place(name: str) -> Path:
+    """The place of that name, with `~` for a home folder as in a shell. Where nobody knows that one it stays: pathlib's
+    own `expanduser` raises RuntimeError."""
+    return Path(os.path.expanduser(name))
+
+
 def is_plain(path: Path) -> bool:
     """Whether an ordinary file lies there, and no link to one."""
     try:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from noloco_node.config.environment import hub_remedy, hub_token
+from noloco_node.config.files import home_place
 from noloco_node.config.tokenizer_files import FETCH, POINTER, is_pointer
 from noloco_node.errors import ExitCode, UserError
 
@@ -185,7 +186,7 @@ def other_weights(name: str, found: str, wanted: str) -> UserError:
 
 
 def _folder(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = home_place(name)
     if path.is_dir():
         return path
     if path.exists():
@@ -205,7 +206,7 @@ def _folder(name: str) -> Path:
 
 
 def _looked_at(name: str) -> Path:
-    return Path(name).expanduser().absolute()
+    return home_place(name).absolute()
 
 
 def _fetched(name: str) -> Path:

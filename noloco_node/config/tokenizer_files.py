@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from noloco_node.config.data_spec import BYTES, FOLDER, NO_TOKENIZER, NOT_READ, DataSpec
+from noloco_node.config.files import home_place
 from noloco_node.config.settings import canonical_json
 from noloco_node.errors import ExitCode, UserError
 
@@ -92,7 +93,7 @@ def with_tokenizer(raw: Mapping[str, Any]) -> dict[str, Any]:
     name, given = settled.get("tokenizer"), settled.get("tokenizer_fingerprint")
     if not isinstance(name, str) or name in (BYTES, NO_TOKENIZER):
         return dict(raw)
-    folder = Path(name).expanduser()
+    folder = home_place(name)
     if not folder.is_dir():
         if name.startswith(("/", ".", "~")) and given is None:
             raise _unusable(name, "it does not exist", "name the folder of a tokenizer, or a name of the hub")
@@ -115,7 +116,7 @@ def check_tokenizer(spec: DataSpec) -> None:
     if spec.tokenizer == NOT_READ:
         what = f"run.data.tokenizer is not set, and the run's is {spec.tokenizer_fingerprint}"
         raise UserError(ExitCode.DATA, f"{what}, of which each node that needs it has a copy", remedy)
-    folder = Path(spec.tokenizer).expanduser()
+    folder = home_place(spec.tokenizer)
     if not folder.is_dir():
         why = f"it is no folder here, and the run's tokenizer is {spec.tokenizer_fingerprint}"
         raise _unusable(spec.tokenizer, why, remedy)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from noloco_node import ambient
 from noloco_node.ambient import LOOK_SECONDS
 from noloco_node.config.data_spec import NOT_PREPARED, DataSpec
+from noloco_node.config.files import home_place
 from noloco_node.data.documents import Document, Fingerprint, data_error
 from noloco_node.data.encoding import encode
 from noloco_node.data.formats import ReadMeter
@@ -392,7 +393,7 @@ def _check_same(spec: DataSpec, manifest: TextManifest, folder: Path) -> None:
 
 def _prepared_folder(spec: DataSpec) -> Path:
     """Where the run's prepared tokens lie, or are to lie, on this machine."""
-    return Path(spec.prepared or "").expanduser()
+    return home_place(spec.prepared or "")
 
 
 def _settings(spec: DataSpec) -> dict[str, JsonValue]:

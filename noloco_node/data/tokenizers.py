@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from noloco_node.config.data_spec import BYTES, NO_TOKENIZER, REVISION, DataSpec
 from noloco_node.config.environment import hub_remedy, hub_token
+from noloco_node.config.files import home_place
 from noloco_node.config.tokenizer_files import check_tokenizer
 from noloco_node.errors import ExitCode, UserError
 
@@ -191,13 +192,13 @@ def no_tokenizer(what: str) -> UserError:
 
 
 def _as_what(name: str) -> str:
-    return "" if Path(name).expanduser().exists() else " from the hub (there is no such folder here)"
+    return "" if home_place(name).exists() else " from the hub (there is no such folder here)"
 
 
 def _load_backend(name: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
-    place, which = str(Path(name).expanduser()), revision or "main"
+    place, which = str(home_place(name)), revision or "main"
     try:
         return AutoTokenizer.from_pretrained(place, revision=which, trust_remote_code=False, token=hub_token())
     except Exception as error:  # the tokenizers library raises no narrower kind for a file of a newer version

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from noloco_node.config.data_spec import BYTES, NO_TOKENIZER
 from noloco_node.config.environment import hub_token
+from noloco_node.config.files import home_place
 from noloco_node.config.model_spec import ModelSpec
 from noloco_node.config.tokenizer_files import files_to_copy
 from noloco_node.document_marks import positions_of, without_marks
@@ -234,7 +235,7 @@ def _tokenizer_to_write(name: str, revision: str | None) -> Any:
 
 
 def _write_tokenizer(backend: Any, name: str, folder: Path) -> None:
-    files = files_to_copy(Path(name).expanduser())
+    files = files_to_copy(home_place(name))
     if not files:
         backend.save_pretrained(folder)
     for file in files:
@@ -245,7 +246,7 @@ def pretrained_tokenizer(name: str, revision: str | None = None) -> Any:
     """What transformers makes of a folder, or a name of the hub. OSError or ValueError where that is none."""
     from transformers import AutoTokenizer
 
-    place, which = str(Path(name).expanduser()), revision or "main"
+    place, which = str(home_place(name)), revision or "main"
     return AutoTokenizer.from_pretrained(place, revision=which, trust_remote_code=False, token=hub_token())
 
 

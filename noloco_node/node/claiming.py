@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from noloco_node.config.data_spec import NOT_READ
+from noloco_node.config.files import home_place
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
 from noloco_node.errors import ExitCode, UserError
@@ -51,7 +50,7 @@ def open_run(
     folder.keep_birth(spec.run_id, spec.name, birth)
     folder.keep_spec(spec.agreed_json)
     if spec.data.own_tokenizer and spec.data.tokenizer != NOT_READ:
-        folder.keep_tokenizer_place(Path(spec.data.tokenizer).expanduser().absolute())
+        folder.keep_tokenizer_place(home_place(spec.data.tokenizer).absolute())
     return checkpoints.newest(spec.run_id, None if settings.stage == "auto" else settings.stage)
 
 

@@ -11,6 +11,7 @@ import datasets
 import pytest
 
 from noloco_node.config.data_spec import DataSpec
+from noloco_node.config.files import home_place
 from noloco_node.data import loaders
 from noloco_node.data.documents import Document
 from noloco_node.data.hub import check_files, hub_documents
@@ -80,6 +81,8 @@ def test_a_place_below_the_home_folder_is_named_as_everywhere(tmp_path: Path, mo
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "a.txt").write_text("a tale")
     assert texts(text_spec(Path("~/books"))) == texts(text_spec(Path("~/books/*.txt"))) == ["a tale"]
+    assert home_place("~/books") == tmp_path / "books"
+    assert home_place("~no.such.user/books") == Path("~no.such.user/books")  # as another machine's configuration says
 
 
 def test_what_the_datasets_library_saved_is_read(tmp_path: Path) -> None:
