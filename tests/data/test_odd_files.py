@@ -55,21 +55,18 @@ def test_a_damaged_gzip_is_said_to_be(at: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "stream.arrow"])
-@pytest.mark.parametrize(("offsets", "content"), [((0, 4, 8), b"tale\xff\xfe\xfd\xfc"), ((0, 8, 4), b"tale" * 2)])
-def test_rotten_strings_of_a_table_are_damage(
-    name: str, offsets: tuple[int, ...], content: bytes, tmp_path: Path
-) -> None:
+def test_rotten_strings_of_a_table_are_damage(name: str, tmp_path: Path) -> None:
     """Arrow checks neither UTF-8 nor where a string ends as it reads: a node died of it, some of a segmentation
     fault."""
-    buffers = pa.array(offsets, pa.int32()).buffers()[1], pa.py_buffer(content)
-    column = pa.StringArray.from_buffers(2, *buffers)
-    if name.endswith(".parquet"):
-        if offsets[-1] < offsets[-2]:
-            pytest.skip("a writer of Parquet would refuse it")
-        pq.write_table(pa.table({"text": column}), tmp_path / name)
-    else:
-        write_table(tmp_path / name, pa.table({"text": column}))
-    assert "is cut off or damaged" in complaint(text_spec(tmp_path / name), early=False)
+    rotten = [((0, 4, 8), b"tale\xff\xfe\xfd\xfc"), ((0, 8, 4), b"tale" * 2)]
+    for ends, content in rotten[: 1 if name.endswith(".parquet") else 2]:  # no writer of Parquet takes the second
+        column = pa.StringArray.from_buffers(2, pa.array(ends, pa.int32()).buffers()[1], pa.py_buffer(content))
+        table = pa.table({"text": column})
+        if name.endswith(".parquet"):
+            pq.write_table(table, tmp_path / name)
+        else:
+            write_table(tmp_path / name, table)
+        assert "is cut off or damaged" in complaint(text_spec(tmp_path / name), early=False)
 
 
 def test_a_window_that_is_too_large_is_named(tmp_path: Path) -> None:
