@@ -37,7 +37,7 @@ EXIT_MEANINGS: dict[ExitCode, str] = {
     ExitCode.FAILURE: "an unexpected failure: a defect of noloco-node, please report it",
     ExitCode.USAGE: "the command line was wrong",
     ExitCode.CONFIG: "a setting is wrong: unknown key, value out of bounds, or settings that contradict each other",
-    ExitCode.PEERS_UNREACHABLE: "no initial peer answered, or nothing was trained here for too long",
+    ExitCode.PEERS_UNREACHABLE: "no initial peer or no hub answered, or nothing was trained here for too long",
     ExitCode.PORT_IN_USE: "a port that the node must listen on is taken",
     ExitCode.IDENTITY_TAKEN: "another running node uses the same identity file",
     ExitCode.RUN_FOLDER: "the run folder cannot be written, holds another run, or is in use by another node",

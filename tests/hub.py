@@ -1,4 +1,4 @@
-"""A model hub on this machine that refuses everybody, and remembers what was asked with which token."""
+"""A model hub on this machine that gives nobody anything, and remembers what was asked with which token."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class Hub:
     """What was asked of it."""
 
     url: str
+    status: int = 401
+    """What it answers."""
     asked: list[str] = field(default_factory=list)
     shown: list[str | None] = field(default_factory=list)
     """The token of each request."""
@@ -33,7 +35,7 @@ def running_hub() -> Iterator[Hub]:
             hub.asked.append(f"{self.command} {self.path}")
             hub.shown.append(self.headers.get("Authorization"))
             content = b'{"error": "no"}'
-            self.send_response(401)
+            self.send_response(hub.status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

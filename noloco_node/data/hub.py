@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -12,7 +13,7 @@ from noloco_node.config.data_spec import HUB_DATASET, REVISION, DataSpec
 from noloco_node.config.environment import hub_remedy, hub_token
 from noloco_node.data.documents import Document, data_error
 from noloco_node.data.loaders import MASK, document_of, no_column, with_column
-from noloco_node.errors import UserError
+from noloco_node.errors import ExitCode, UserError
 
 REMOTE = ("hf://", "https://", "http://")
 KEPT = "datasets.packaged_modules.cache"
@@ -47,13 +48,8 @@ def hub_shards(spec: DataSpec) -> list[ShardReader]:
 
 
 def revision_of(spec: DataSpec) -> str:
-    """`revision-` and the commit of the dataset that the hub has now. Raises UserError (DATA) where it does not say."""
-    hub: Any = importlib.import_module("huggingface_hub")
-    try:
-        sha: str = hub.HfApi(token=hub_token()).dataset_info(spec.path, timeout=20.0).sha
-    except Exception as error:
-        raise _unreachable(spec, error) from error
-    return REVISION + sha
+    """`revision-` and the commit of the dataset that the hub has now. Raises UserError as `_asked`."""
+    return REVISION + _asked(spec).sha
 
 
 def check_not_here(name: str) -> None:
@@ -90,9 +86,8 @@ def _shard_reader(spec: DataSpec, dataset: Any, number: int, count: int) -> Shar
         except (UserError, MemoryError):
             raise
         except Exception as error:  # also what a library of compression says of bytes that were damaged on their way
-            raise data_error(
-                f"run.data.path: {name} cannot be read on: {_reason(error)}", "see that the hub can be reached"
-            ) from error
+            why = f"run.data.path: {name} cannot be read on: {_reason(error)}"
+            raise UserError(ExitCode.PEERS_UNREACHABLE, why, "see that the hub can be reached") from error
 
     return read
 
@@ -113,29 +108,50 @@ def _loaded(spec: DataSpec) -> Any:
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        raise _unreachable(spec, error) from error
+        _asked(spec)  # the library calls a hub that is away one that has no such dataset
+        raise _refused(spec, error) from error
 
 
 def _check_shown(spec: DataSpec) -> None:
     """Raise UserError (DATA) if the hub is there and shows no such dataset without a token. What the library kept here
     from before may be private, and the author of the run may not choose it."""
-    hub: Any = importlib.import_module("huggingface_hub")
-    refused: Any = importlib.import_module("huggingface_hub.errors").HfHubHTTPError
     try:
-        hub.HfApi(token=hub_token()).dataset_info(spec.path, timeout=20.0)
-    except refused as error:
-        raise _unreachable(spec, error) from error
-    except Exception:  # noqa: BLE001 - several libraries ask, each with errors of its own
-        return  # nobody can be asked: a public dataset must be read again after a pause of the hub
+        _asked(spec)
+    except UserError as error:
+        if error.exit_code is ExitCode.DATA:
+            raise
+        # Nobody can be asked: a public dataset must be read again after a pause of the hub.
 
 
-def _unreachable(spec: DataSpec, error: Exception) -> UserError:
+def _asked(spec: DataSpec) -> Any:
+    """What the hub says of the dataset. Raises UserError: DATA where it shows none such, PEERS_UNREACHABLE where it is
+    out of reach or out of order, or was asked too often. Another start may mend that, and a service manager tries it.
+    """
+    hub: Any = importlib.import_module("huggingface_hub")
+    try:
+        return hub.HfApi(token=hub_token()).dataset_info(spec.path, timeout=20.0)
+    except Exception as error:  # several libraries ask, each with errors of its own
+        status: int = getattr(getattr(error, "response", None), "status_code", 0)
+        if status != http.client.TOO_MANY_REQUESTS and status // 100 == 4:
+            raise _refused(spec, error) from error
+        raise UserError(
+            ExitCode.PEERS_UNREACHABLE,
+            f"{_wanted(spec)}, of which the hub gives nothing now: {_reason(error)}",
+            "start this node again once the hub can be reached",
+        ) from error
+
+
+def _refused(spec: DataSpec, error: Exception) -> UserError:
     return data_error(
-        f"run.data.path is '{spec.path}' (run.data.subset {spec.subset or 'not set'}, run.data.split "
-        f"'{spec.split}'), which the datasets library cannot load: {_reason(error)}",
+        f"{_wanted(spec)}, which the datasets library cannot load: {_reason(error)}",
         "name a dataset of the Hugging Face hub (owner/name), one of its subsets and splits; what lies on this "
         f"machine is read with run.data.source text{hub_remedy()}",
     )
+
+
+def _wanted(spec: DataSpec) -> str:
+    subset = spec.subset or "not set"
+    return f"run.data.path is '{spec.path}' (run.data.subset {subset}, run.data.split '{spec.split}')"
 
 
 def _reason(error: Exception) -> str:

@@ -20,7 +20,7 @@ from noloco_node.config.pretrained import open_pretrained
 from noloco_node.data.hub import hub_documents, hub_shards, revision_of
 from noloco_node.data.tokenizers import load_tokenizer
 from noloco_node.directory.summary import SwarmSummary
-from noloco_node.errors import UserError
+from noloco_node.errors import ExitCode, UserError
 from noloco_node.model.export import pretrained_tokenizer
 from tests.hub import TOKEN, Hub, running_hub
 
@@ -81,11 +81,26 @@ def test_a_run_is_fetched_without_the_users_token_unless_they_say_so(hub: Hub) -
 
 
 def test_a_hub_that_nobody_reaches_is_no_defect(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library that asks has exceptions of its own, which were let through."""
+    """The library that asks has exceptions of its own, which were let through. A service manager never started a node
+    again that had come up while the hub was away: its exit code said that the text could not be used."""
+    spec = DataSpec(source="huggingface", path=NAME, streaming=True)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _seconds: None)
+    for status, code in ((401, ExitCode.DATA), (429, ExitCode.PEERS_UNREACHABLE), (503, ExitCode.PEERS_UNREACHABLE)):
+        hub.status = status
+        assert codes(spec) == {code}
     with socket.create_server(("127.0.0.1", 0)) as closed:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-    with pytest.raises(UserError, match="cannot load"):
-        revision_of(DataSpec(source="huggingface", path=NAME))
+    assert codes(spec) == {ExitCode.PEERS_UNREACHABLE}
+
+
+def codes(spec: DataSpec) -> set[ExitCode]:
+    """With what a node ends that wants a text of the hub."""
+    found: set[ExitCode] = set()
+    for fetch in (revision_of, hub_shards):
+        with pytest.raises(UserError) as refused:
+            fetch(spec)
+        found.add(refused.value.exit_code)
+    return found
 
 
 def test_who_joins_is_told_what_comes_from_the_hub_and_that_no_token_goes_there(
@@ -121,5 +136,8 @@ def test_a_private_dataset_that_the_library_kept_here_is_no_strangers_to_choose(
     monkeypatch.setattr("datasets.builder.config.HF_DATASETS_CACHE", str(tmp_path / "kept"))
     with pytest.raises(UserError, match=environment.HUB_OPTION):
         list(hub_documents(DataSpec(source="huggingface", path=NAME)))
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _seconds: None)
+    hub.status = 429
+    assert [each.text for each in hub_documents(DataSpec(source="huggingface", path=NAME))] == ["my diary"]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert [each.text for each in hub_documents(DataSpec(source="huggingface", path=NAME))] == ["my diary"]
