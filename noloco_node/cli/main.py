@@ -21,10 +21,10 @@ from noloco_node.process_memory import refused_memory
 
 INVITATION = "noloco-invitation-"
 """The text of an invitation begins so (`identity.invitations`, which takes a while to load)."""
-DISK_REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-"""A system says this of a disk that is full or must not be written; no defect of this program could cause it."""
-PLACE_REFUSES = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EIO, errno.ESTALE})
-"""A system says this of a place that is another user's, has a name that none can have, or lies on a broken disk."""
+DISK_REFUSES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.ESTALE})
+"""A system says this of a disk that is full, broken or not to be written; no defect of this program could cause it."""
+PLACE_REFUSES = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP})
+"""A system says this of a place that is another user's, or has a name that none can have."""
 OTHERS_SETTINGS = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
 """Variables for servers of several processes. The metrics' library would write files there, and fail without the
 folder; this node has one process that counts."""
