@@ -57,7 +57,7 @@ def lock_holder(path: Path) -> str | None:
     """The process on this machine that holds the file now, in words; None if there is none. Raises OSError if it cannot
     be told. It takes the lock for an instant, shared, and never makes the file."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe from somewhere else has no writer
     except FileNotFoundError:
         return None
     try:

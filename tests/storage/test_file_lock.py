@@ -72,3 +72,9 @@ def test_a_disk_that_takes_no_pid_leaves_no_open_file() -> None:
     with pytest.raises(OSError, match="Invalid argument"), FileLock(Path("/dev/full")):
         pass
     assert descriptors() == before
+
+
+def test_a_pipe_in_place_of_a_lock_holds_nobody_up(tmp_path: Path) -> None:
+    """`status` and `report` waited for ever at a folder from somewhere else."""
+    os.mkfifo(tmp_path / "lock")
+    assert lock_holder(tmp_path / "lock") is None
