@@ -12,7 +12,7 @@ from typing import Any
 from noloco_node.config.data_spec import HUB_DATASET, REVISION, DataSpec
 from noloco_node.config.environment import hub_remedy, hub_token
 from noloco_node.data.documents import Document, data_error
-from noloco_node.data.loaders import MASK, document_of, no_column, with_column
+from noloco_node.data.loaders import MASK, bounded, document_of, no_column, with_column
 from noloco_node.errors import ExitCode, UserError
 
 REMOTE = ("hf://", "https://", "http://")
@@ -36,7 +36,7 @@ def hub_documents(spec: DataSpec) -> Iterator[Document]:
         raise no_column(field, f"the dataset '{name}'", columns)
     wanted = [column for column in (field, MASK) if column in columns]
     for number, row in enumerate(table.select_columns(wanted)):
-        yield document_of(f"{number}", f"row {number} of '{name}'", row[field], row.get(MASK), field)
+        yield from bounded(document_of(f"{number}", f"row {number} of '{name}'", row[field], row.get(MASK), field))
 
 
 def hub_shards(spec: DataSpec) -> list[ShardReader]:
@@ -82,7 +82,8 @@ def _shard_reader(spec: DataSpec, dataset: Any, number: int, count: int) -> Shar
         try:
             rows = enumerate(dataset.shard(num_shards=count, index=number))
             for place, row in with_column(rows, field, lambda _: name, name):
-                yield document_of(f"{number}:{place}", f"row {place} of {name}", row[field], row.get(MASK), field)
+                where = f"row {place} of {name}"
+                yield from bounded(document_of(f"{number}:{place}", where, row[field], row.get(MASK), field))
         except (UserError, MemoryError):
             raise
         except Exception as error:  # also what a library of compression says of bytes that were damaged on their way

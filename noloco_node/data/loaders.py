@@ -43,11 +43,26 @@ def load(file: SourceFile, field: str) -> Iterator[Document]:
     Raises UserError (DATA) where the file is damaged, has no rows, or no such column.
     """
     try:
-        yield from _LOADERS[file.format](file, field)
+        for document in _LOADERS[file.format](file, field):
+            yield from bounded(document)
     except PermissionError as error:
         raise unreadable(file.path, error) from None
     except (OSError, EOFError, zlib.error) as error:
         raise damaged(file.path, error) from None
+
+
+def bounded(document: Document) -> Iterator[Document]:
+    """The document. A row is cut as a text file is that is as long: a tokenizer takes 150 bytes of memory a character,
+    and one row could take all of a machine's, again after each start."""
+    text, start = document.text, 0
+    if len(text) < LONGEST_TEXT:
+        yield document
+        return
+    while start < len(text):
+        end = start + LONGEST_TEXT // 16
+        end = text.rfind("\n", start, end) + 1 or end
+        yield Document(f"{document.key}@{start}", text[start:end])
+        start = end
 
 
 def first_look(file: SourceFile, field: str) -> None:

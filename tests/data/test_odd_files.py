@@ -144,6 +144,24 @@ def test_a_column_that_no_row_has_is_refused_before_all_is_read(tmp_path: Path) 
     )
 
 
+def test_a_row_as_long_as_a_library_is_cut_as_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One could take all memory of a machine. Nothing of it is lost, and lines stay whole where they can."""
+    monkeypatch.setattr("noloco_node.data.loaders.LONGEST_TEXT", 1600)
+    long = "".join(f"line {number}\n" for number in range(200)) + "x" * 500
+    (tmp_path / "rows.jsonl").write_bytes(lines(["short", long]))
+    short, *pieces = read_documents(text_spec(tmp_path / "rows.jsonl"))
+    assert short.text == "short"
+    assert "".join(piece.text for piece in pieces) == long
+    assert max(map(len, pieces)) <= 100
+    assert all(piece.text.endswith("\n") for piece in pieces if "x" not in piece.text)
+    assert len({piece.key for piece in pieces}) == len(pieces)
+    streamed = datasets.IterableDataset.from_generator(lambda: iter([{"text": long}]))
+    monkeypatch.setattr("noloco_node.data.hub.check_not_here", lambda _name: None)
+    monkeypatch.setattr("noloco_node.data.hub._loaded", lambda _spec: streamed)
+    (shard,) = hub_shards(DataSpec(source="huggingface", path="owner/name", streaming=True))
+    assert [piece.text for piece in shard()] == [piece.text for piece in pieces]
+
+
 def test_a_text_without_spaces_gives_no_token_as_long_as_itself(tmp_path: Path) -> None:
     """A line that is there often was one token of 30,000 bytes."""
     logging.getLogger("tokenizers").setLevel(logging.ERROR)
