@@ -332,6 +332,11 @@ def test_a_text_that_a_joiner_does_not_read_is_no_path(capsys: pytest.CaptureFix
             ExitCode.RUN_FOLDER,
             "the system refuses to read or write ('runs/theirs/node.lock'): Permission denied\n  remedy: ",
         ),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            ExitCode.RUN_FOLDER,
+            "refuses to read or write: No usable temporary directory found",
+        ),
         (OSError(errno.EIO, "a broken disk"), ExitCode.RUN_FOLDER, "refuses to read or write: a broken disk"),
         (PermissionError(errno.EACCES, "Permission denied"), ExitCode.FAILURE, "unexpected failure: PermissionError"),
     ],

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)
     except OSError as error:
-        if error.errno not in DISK_REFUSES and not (error.filename and error.errno in PLACE_REFUSES):
+        if not _is_refusal(error):
             _report_failure(error, debug=options.debug)
             return int(ExitCode.FAILURE)
         where = f" ('{error.filename}')" if error.filename else ""
@@ -99,6 +99,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(ExitCode.CHECK_FAILED)
         _report_failure(error, debug=options.debug)
         return int(ExitCode.FAILURE)
+
+
+def _is_refusal(error: OSError) -> bool:
+    """Whether a disk or a place refuses: no defect of this program."""
+    named = bool(error.filename) and error.errno in PLACE_REFUSES
+    return named or error.errno in DISK_REFUSES or "temporary directory" in str(error)  # as `tempfile` says it
 
 
 def _check_no_secret(arguments: Sequence[str]) -> None:
