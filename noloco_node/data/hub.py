@@ -35,8 +35,16 @@ def hub_documents(spec: DataSpec) -> Iterator[Document]:
     if field not in columns:
         raise no_column(field, f"the dataset '{name}'", columns)
     wanted = [column for column in (field, MASK) if column in columns]
-    for number, row in enumerate(table.select_columns(wanted)):
-        yield from bounded(document_of(f"{number}", f"row {number} of '{name}'", row[field], row.get(MASK), field))
+    try:
+        for number, row in enumerate(table.select_columns(wanted)):
+            yield from bounded(document_of(f"{number}", f"row {number} of '{name}'", row[field], row.get(MASK), field))
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # Arrow lets through what its own library says of bytes that are no UTF-8
+        raise data_error(
+            f"run.data.path: '{name}', as it lies in this machine's cache, cannot be read on: {_reason(error)}",
+            "remove it from the cache of the datasets library, and start again: it is downloaded anew",
+        ) from error
 
 
 def hub_shards(spec: DataSpec) -> list[ShardReader]:

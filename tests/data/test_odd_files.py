@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_node.config.data_spec import DataSpec
-from noloco_node.data.hub import hub_shards
+from noloco_node.data.hub import hub_documents, hub_shards
 from noloco_node.data.loaders import MASK
 from noloco_node.data.sources import read_documents
 from noloco_node.data.tokenizer_training import LONGEST_TOKEN, train_tokenizer
@@ -58,15 +58,31 @@ def test_a_damaged_gzip_is_said_to_be(at: int, tmp_path: Path) -> None:
 def test_rotten_strings_of_a_table_are_damage(name: str, tmp_path: Path) -> None:
     """Arrow checks neither UTF-8 nor where a string ends as it reads: a node died of it, some of a segmentation
     fault."""
-    rotten = [((0, 4, 8), b"tale\xff\xfe\xfd\xfc"), ((0, 8, 4), b"tale" * 2)]
-    for ends, content in rotten[: 1 if name.endswith(".parquet") else 2]:  # no writer of Parquet takes the second
-        column = pa.StringArray.from_buffers(2, pa.array(ends, pa.int32()).buffers()[1], pa.py_buffer(content))
-        table = pa.table({"text": column})
+    for ends in ((0, 4, 8), (0, 8, 4))[
+        : 1 if name.endswith(".parquet") else 2
+    ]:  # no writer of Parquet takes the second
+        table = rotten_table(ends)
         if name.endswith(".parquet"):
             pq.write_table(table, tmp_path / name)
         else:
             write_table(tmp_path / name, table)
         assert "is cut off or damaged" in complaint(text_spec(tmp_path / name), early=False)
+
+
+def rotten_table(ends: tuple[int, ...]) -> pa.Table:
+    """Two strings that end there, the second of them no UTF-8."""
+    content = pa.py_buffer(b"tale\xff\xfe\xfd\xfc")
+    column = pa.StringArray.from_buffers(2, pa.array(ends, pa.int32()).buffers()[1], content)
+    return pa.table({"text": column})
+
+
+def test_a_dataset_that_rotted_in_the_cache_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node said that it had a defect, and not what to take away."""
+    monkeypatch.setattr("noloco_node.data.hub.check_not_here", lambda _name: None)
+    monkeypatch.setattr("noloco_node.data.hub._loaded", lambda _spec: datasets.Dataset(rotten_table((0, 4, 8))))
+    with pytest.raises(UserError, match="in this machine's cache, cannot be read on") as refused:
+        list(hub_documents(DataSpec(source="huggingface", path="owner/name")))
+    assert "remove it from the cache" in refused.value.remedy
 
 
 def test_a_window_that_is_too_large_is_named(tmp_path: Path) -> None:
