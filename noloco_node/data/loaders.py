@@ -52,8 +52,8 @@ def load(file: SourceFile, field: str) -> Iterator[Document]:
 
 
 def bounded(document: Document) -> Iterator[Document]:
-    """The document. A row is cut as a text file is that is as long: a tokenizer takes 150 bytes of memory a character,
-    and one row could take all of a machine's, again after each start."""
+    """The document. A row is cut as a text file is that is as long. A tokenizer takes 150 bytes of memory a character:
+    one row could take all of a machine's, again after each start."""
     text, start = document.text, 0
     if len(text) < LONGEST_TEXT:
         yield document
