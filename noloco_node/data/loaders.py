@@ -296,7 +296,7 @@ def _json_list(file: SourceFile, stream: TextIO) -> Iterator[tuple[int, object]]
     """The elements of one list, decoded one by one."""
     decoder = json.JSONDecoder()
     buffered = stream.read(PIECE_LENGTH)
-    at, number = buffered.index("[") + 1, 0
+    at, number = buffered.find("[") + 1, 0  # another file may have taken its place since it was looked at
     while True:
         match = _BETWEEN.match(buffered, at)
         at = at if match is None else match.end()

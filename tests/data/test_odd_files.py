@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import datasets
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_node.config.data_spec import DataSpec
+from noloco_node.data.formats import open_unpacked
 from noloco_node.data.hub import hub_documents, hub_shards
 from noloco_node.data.loaders import MASK
 from noloco_node.data.sources import read_documents
@@ -83,6 +85,26 @@ def test_a_dataset_that_rotted_in_the_cache_is_damage(monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match="in this machine's cache, cannot be read on") as refused:
         list(hub_documents(DataSpec(source="huggingface", path="owner/name")))
     assert "remove it from the cache" in refused.value.remedy
+
+
+@pytest.mark.parametrize("content", [b"", b"text\nanother tale\n", bytes(500)])
+def test_a_file_that_another_replaces_as_it_is_read_is_damage(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of rows is opened a second time, and the node ended with an error that no reader of shards passes over."""
+    place = tmp_path / "rows.json"
+    place.write_text(json.dumps([{"text": text} for text in TEXTS]))
+    opened = list[Path]()
+
+    def replaced(path: Path, *more: Any) -> BinaryIO:
+        opened.append(path)
+        if len(opened) == 3:
+            place.write_bytes(content)
+        return open_unpacked(path, *more)
+
+    monkeypatch.setattr("noloco_node.data.loaders.open_unpacked", replaced)
+    with pytest.raises(UserError, match="is not JSON"):
+        list(read_documents(text_spec(place)))
 
 
 def test_a_window_that_is_too_large_is_named(tmp_path: Path) -> None:
