@@ -95,6 +95,16 @@ def members_of(devices: Sequence[str], settings: NodeSettings) -> list[Member]:
     return members
 
 
+def heard_or_not(say: Say) -> Say:
+    """`say`, where nobody may listen any more. A closed pipe or a full disk ended all devices as one of them died."""
+
+    def said(line: str) -> None:
+        with contextlib.suppress(OSError):
+            say(line)
+
+    return said
+
+
 @dataclass(frozen=True, slots=True)
 class _Life:
     """One daemon's process, and its first word."""
@@ -118,7 +128,7 @@ class DeviceGroup:
         self._folder = folder
         self._members = tuple(members)
         self._founds = founds
-        self._say = say
+        self._say = heard_or_not(say)
         self._processes: dict[str, Process] = {}
         self._up: dict[str, NodeStarted] = {}
         self._ending = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -82,7 +83,12 @@ async def test_prometheus_finds_the_daemons_of_a_group_as_they_come_up(tmp_path:
         (words / name).write_text(event.model_dump_json() + "\n", encoding="utf-8")
     members = members_of(["cpu"] * 3, NodeSettings(run_folder=folder))
     said = list[str]()
-    group = DeviceGroup([sys.executable, "-S", "-c", DAEMON, str(words)], members, folder, founds=True, say=said.append)
+
+    def say(line: str) -> None:
+        said.append(line)
+        raise BrokenPipeError(errno.EPIPE, "nobody listens to the group, which trains all the same")
+
+    group = DeviceGroup([sys.executable, "-S", "-c", DAEMON, str(words)], members, folder, founds=True, say=say)
     running = asyncio.create_task(group.run())
 
     def all_there() -> bool:
