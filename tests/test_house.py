@@ -6,7 +6,7 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 59_687,
-    "lines of the tests": 61_633,
+    "lines of the tests": 61_661,
     "lines of benchmarks and deploy": 4_916,
     "module-level numbers": 365,
     "files of the package": 279,
