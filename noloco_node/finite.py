@@ -44,7 +44,10 @@ def products(one: Tensor, other: Tensor, origin: Tensor | None = None) -> tuple[
     one, other = one.flatten(), other.flatten()
     for start in range(0, one.numel(), INLINE_ELEMENTS):
         piece = slice(start, start + INLINE_ELEMENTS)
-        a, b = (whole[piece].double() - (0.0 if origin is None else origin[piece].double()) for whole in (one, other))
+        a, b = one[piece].double(), other[piece].double()
+        if origin is not None:
+            zero = origin[piece].double()
+            a, b = a - zero, b - zero
         product += float(torch.dot(a, b))
         squares = [total + float(torch.dot(each, each)) for total, each in zip(squares, (a, b), strict=True)]
     return product, squares[0], squares[1]

@@ -276,20 +276,6 @@ async def test_a_checkpoint_of_other_sizes_is_no_copy_of_the_stage(
         assert "is not used: its tensors are not those of this stage" in caplog.text
 
 
-async def test_without_a_copy_the_seed_stands() -> None:
-    """Clock 0: should a stage peer appear after all, the seeded replica lags and takes the other's state."""
-    async with trained_world(keepers=0) as (made, (_, _, _, newcomer), copies):
-        before = (await newcomer.worker.joiner_state())[1]
-        await lose(made, 2)
-        origin = await revive_if_lost(
-            newcomer.context.spec, newcomer.membership, newcomer.worker, copies[3], peer_name(1, 1), confirmed=False
-        )
-        assert origin == "seed"
-        progress, after = await newcomer.worker.joiner_state()
-        assert progress.clock == 0.0
-        assert all(torch.equal(before[name], after[name]) for name in before)
-
-
 async def test_who_brings_a_stage_back_waits_no_day_for_the_run_to_begin(tmp_path: Path) -> None:
     """A hunt left two nodes for three stages (seed 5023). Nothing had been trained at the one that was begun again, and
     so its node waited for others that are started by hand."""

@@ -47,11 +47,9 @@ class Responder:
         its commit."""
 
     def open(self) -> None:
-        """Take proposals from now on."""
         self._accepting = True
 
     def shut(self) -> None:
-        """Take no proposal from now on."""
         self._accepting = False
 
     def serve(self) -> tuple[Withdraw, ...]:
@@ -93,7 +91,6 @@ class Responder:
             engagement.go_on(engagement.session, Change.BREAK_OFF)
 
     async def handle_leave(self, peer: PeerId, leave: LeaveExchange) -> Nothing:
-        """The partner gives it up."""
         session = self._session_of(peer, leave.exchange)
         if self._side.engagement.phase in DIALLED:
             self._side.report_abort(session, "left: the partner left")
@@ -101,7 +98,6 @@ class Responder:
         return NOTHING
 
     async def handle_propose(self, peer: PeerId, proposal: Proposal) -> Acceptance:
-        """Agree to an exchange, or refuse it."""
         side, engagement = self._side, self._side.engagement
         if not self._accepting:
             raise Refused(Refusal.DRAINING)
@@ -149,7 +145,6 @@ class Responder:
             raise Refused(Refusal.MALFORMED, "the gauge or the sketch does not have the agreed size")
 
     async def handle_open(self, peer: PeerId, opening: Opening, tensors: tuple[Tensor, ...]) -> Reply[Opening]:
-        """Open the outer step here too."""
         self.admit_open(peer, opening, specs_of(tensors))  # a namesake may have opened since
         side, session = self._side, self._session_of(peer, opening.exchange)
         outer = side.worker.outer
@@ -209,7 +204,7 @@ class Responder:
             own = await side.arithmetic.do(work)
         except NotFinite as error:
             raise self._broken_off(session, failure_of(error), own=not await side.arithmetic.own_is_finite()) from None
-        session.swapped(own, taken)
+        session.moved((own,), (taken,))
         if session.added == outer.chunks and side.engagement.holds(session, Phase.ANSWERING):
             side.engagement.go_on(session, Change.COMPLETE)
             self._complete.put_nowait(session)

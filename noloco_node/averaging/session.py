@@ -186,11 +186,7 @@ class Session:
         self.partner_clock = partner_clock
         self.spread = spread(own[0], others[0])
         self.bound = bound
-        self._moved(own, others)
-
-    def swapped(self, own: Tensor, other: Tensor) -> None:
-        """A chunk of each side has gone over."""
-        self._moved((own,), (other,))
+        self.moved(own, others)
 
     def add_once(self, index: int, work: Callable[[], None]) -> None:
         """On the arithmetic's thread: take in the partner's chunk, unless that was done."""
@@ -198,7 +194,8 @@ class Session:
             work()
             self._added.add(index)
 
-    def _moved(self, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    def moved(self, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        """These tensors of each side have gone over."""
         self.sent += sum(tensor.nbytes for tensor in own)
         self.received += sum(tensor.nbytes for tensor in others)
         self.last_progress = ambient.monotonic()

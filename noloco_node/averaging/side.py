@@ -129,7 +129,6 @@ class Engagement:
 
     @property
     def phase(self) -> Phase:
-        """What this replica is in."""
         return self._phase
 
     @property
@@ -230,7 +229,6 @@ class Side:
 
     @property
     def opening_seconds(self) -> float:
-        """See `Session`."""
         return sum(spec.nbytes for spec in self.opening_specs()) / self.floor
 
     def open(self, session: Session) -> tuple[Tensor, ...]:
@@ -324,7 +322,6 @@ class Side:
         self.close(session)
 
     def report_abort(self, session: Session, reason: str) -> None:
-        """Tell of an exchange that came to nothing."""
         progress, rate = self.worker.progress, self.worker.current_learning_rate()
         self._report(abort_event(session, progress, rate, reason))
 

@@ -71,11 +71,9 @@ class Averaging(Participant):
         self.responder = Responder(self.side)
 
     def serve(self) -> tuple[Withdraw, ...]:
-        """Register the methods of an exchange."""
         return self.responder.serve()
 
     def open(self) -> None:
-        """Accept proposals from now on."""
         self.responder.open()
 
     def shut(self) -> None:
@@ -221,7 +219,7 @@ class Averaging(Participant):
         answer = await self._ask(session.partner, CHUNK, header, (own,), (TensorSpec.of(own),), ATTEMPTS)
         taken = answer.tensors[0]
         await side.arithmetic.take_in(session.partner, lambda: outer.add_chunk(index, taken))
-        session.swapped(own, taken)
+        session.moved((own,), (taken,))
 
     async def _ask(
         self,

@@ -174,7 +174,6 @@ class _Teller:
         self._left_out, self._told = prompt, told
 
     def put(self, value: Tensor) -> None:
-        """More tokens, of any shape."""
         for token in cast("list[int]", value.flatten().tolist()):  # pyright: ignore[reportUnknownMemberType]
             if self._left_out:
                 self._left_out -= 1

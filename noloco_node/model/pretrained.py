@@ -56,7 +56,6 @@ class Weights:
 
     @property
     def found(self) -> Pretrained:
-        """The folder."""
         return self._found
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:

@@ -56,6 +56,7 @@ class Stage(nn.Module):
         super().__init__()
         _answer_transformers()
         self.cut = cut
+        self._is_first, self._is_last = cut.is_first, cut.is_last
         self.causal = causal
         self.router = router
         """How its routers are trained; None where it has none, or where they are not."""
@@ -76,7 +77,7 @@ class Stage(nn.Module):
         needs the token `ids`, int64 [B, T]. With `routers` the logits of its routers come beside the outputs, [B·T,
         experts] for each layer that has one."""
         source: dict[str, Any] = {"input_ids": inputs}
-        if self.cut.is_first:
+        if self._is_first:
             ids = inputs
         else:
             source = {"inputs_embeds": inputs if self.subspace is None else self.subspace.enter(inputs, _known(ids))}
@@ -84,10 +85,10 @@ class Stage(nn.Module):
             source |= documents_apart(positions, masked=self.masks_by_itself)
         if self.router is not None:
             source["output_router_logits"] = routers
-        whole: Any = self.causal if self.cut.is_last else self.causal.get_submodule("model")
+        whole: Any = self.causal if self._is_last else self.causal.get_submodule("model")
         found = _told_of_documents(whole, source, documents=positions is not None)
-        outputs = cast(Tensor, found.logits if self.cut.is_last else found.last_hidden_state)
-        if self.subspace is not None and not self.cut.is_last:
+        outputs = cast(Tensor, found.logits if self._is_last else found.last_hidden_state)
+        if self.subspace is not None and not self._is_last:
             outputs = self.subspace.leave(outputs, _known(ids))
         return (outputs, tuple(found.router_logits or ())) if routers else outputs
 

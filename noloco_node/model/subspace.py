@@ -93,7 +93,6 @@ class SubspaceLinear(nn.Linear):
 
     @property
     def dense_shape(self) -> tuple[int, int]:
-        """The shape of U·A."""
         return self.subspace.hidden, self.in_features
 
     def factor_of(self, dense: Tensor) -> Tensor | None:
@@ -128,7 +127,6 @@ class SubspaceExperts(nn.Module):
 
     @property
     def dense_shape(self) -> tuple[int, int, int]:
-        """The shape of U·A."""
         experts, _, inside = cast(Tensor, self.down_proj).shape
         return experts, self.subspace.hidden, inside
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
@@ -159,17 +160,9 @@ async def network(
         door.transport.guard(lambda peer: access.admits(peer) and life.admits(peer))
         if access.proof is not None:
             door.transport.introduce_with(Introduction(door.transport, access.proof).show)
-        directory = await join_directory(
-            daemon,
-            door.identity,
-            spec.run_id,
-            spec.stages,
-            peer_stats=door.transport.peer_stats,
-            record_seconds=spec.limits.record_seconds,
-        )
-        watch = supervisor(daemon, directory, known, settings)
-        reach.readdress = partial(_renew, daemon, watch)
-        try:
+        async with directory_of(door, spec) as directory:
+            watch = supervisor(daemon, directory, known, settings)
+            reach.readdress = partial(_renew, daemon, watch)
             yield Network(
                 spec,
                 settings.model_copy(update={"initial_peers": daemon.joined_peers}),
@@ -183,8 +176,29 @@ async def network(
                 life,
                 LifeWatch(life, door.transport, ScreenedDirectory(directory, access), spec),
             )
-        finally:
-            await directory.close()
+
+
+@contextlib.asynccontextmanager
+async def directory_of(
+    door: Entrance, spec: RunSpec | None, *, only_asks: bool = False
+) -> AsyncGenerator[DhtDirectory]:
+    """The directory of a run, or of whatever runs come by, for as long as the block lasts."""
+    run, stages, seconds = (None, 0, math.inf)
+    if spec is not None:
+        run, stages, seconds = spec.run_id, spec.stages, spec.limits.record_seconds
+    directory = await join_directory(
+        door.daemon,
+        door.identity,
+        run,
+        stages,
+        peer_stats=door.transport.peer_stats,
+        record_seconds=seconds,
+        only_asks=only_asks,
+    )
+    try:
+        yield directory
+    finally:
+        await directory.close()
 
 
 async def _own_life(door: Entrance, spec: RunSpec, folder: RunFolder) -> OwnLife:
@@ -310,16 +324,5 @@ async def looking_on(settings: NodeSettings, *, as_guest: bool = False) -> Async
                 access = own_access(spec, settings.invitation, door.identity.peer_id)
                 if access.proof is not None:
                     door.transport.introduce_with(Introduction(door.transport, access.proof).show)
-            directory = await join_directory(
-                door.daemon,
-                door.identity,
-                spec.run_id,
-                spec.stages,
-                peer_stats=door.transport.peer_stats,
-                record_seconds=spec.limits.record_seconds,
-                only_asks=True,
-            )
-            try:
+            async with directory_of(door, spec, only_asks=True) as directory:
                 yield Outside(spec, door, directory, supervisor(door.daemon, directory, door.known, own))
-            finally:
-                await directory.close()

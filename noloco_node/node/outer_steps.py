@@ -57,7 +57,6 @@ class OuterSteps:
 
     @property
     def partners(self) -> dict[str, int]:
-        """The number of committed outer steps by partner."""
         return {peer: known.committed for peer, known in self._book.partners if known.committed}
 
     async def run(self) -> None:
@@ -80,7 +79,6 @@ class OuterSteps:
                 await self._moved.wait(next_try - now if next_try > now else None)
 
     def worth_dialling(self, *states: PeerState) -> list[PeerId]:
-        """Stage peers that are worth dialling now."""
         stage_peers, newcomers = self._membership.partners(*states), self._membership.newcomers()
         counting = self._standing.partners(stage_peers, newcomers, self._worker.progress.steps)
         return list(self._side.partners.ready(counting, ambient.monotonic()))

@@ -178,7 +178,6 @@ class Replica:
 
     @property
     def stage(self) -> int:
-        """Index of the stage."""
         return self.context.stage
 
     @property
@@ -188,7 +187,6 @@ class Replica:
 
     @property
     def rests(self) -> bool:
-        """It has been told to rest."""
         return self._rests is not None
 
     def rest(self, why: str) -> None:

@@ -9,9 +9,8 @@ an ended run for good.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from noloco_node.bootstrap.spec_fetch import fetch_run_spec, serve_spec
 from noloco_node.config.load import OwnData
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
-from noloco_node.directory.dht import DhtDirectory, join_directory
+from noloco_node.directory.dht import DhtDirectory
 from noloco_node.directory.health_checks import HealthChecks
 from noloco_node.directory.live_estimate import is_there
 from noloco_node.directory.records import SERVING, Directory, PeerRecord
@@ -30,7 +29,7 @@ from noloco_node.directory.signed_end import SignedEnd
 from noloco_node.errors import UserError
 from noloco_node.identity.addresses import to_hand_out
 from noloco_node.node.interrupts import Interrupts, interruptible
-from noloco_node.node.network import Entrance, entrance, keep_life, supervisor, warn_of_host
+from noloco_node.node.network import Entrance, directory_of, entrance, keep_life, supervisor, warn_of_host
 from noloco_node.node.way_out import WayOut
 from noloco_node.observer import Onlooker
 from noloco_node.storage.run_folder import RunFolder
@@ -76,7 +75,6 @@ class LastWords:
                 await asyncio.sleep(self._life / LOOKS_A_LIFE)
 
     async def look(self) -> None:
-        """Read the records anew."""
         await self._directory.refresh()
         self.checks.look()
         self._judge()
@@ -157,7 +155,7 @@ async def _run(
             warn_of_host(settings, door.daemon.joined_peers)
             agreed = await _agree(spec, door)
             life = None if agreed is None else await _own_life(door, agreed, folder)
-            async with _directory(door, agreed) as directory:
+            async with directory_of(door, agreed) as directory:
                 last, beside = None, list[Coroutine[Any, Any, None]]()
                 begins: SeedBegins = "among_others" if door.daemon.joined_peers else "anew"
                 if agreed is not None and life is not None:
@@ -225,22 +223,6 @@ def _kept(folder: RunFolder, spec: RunSpec) -> str | None:
         return folder.birth(spec.run_id)
     except UserError:  # it cannot be read
         return None
-
-
-@contextlib.asynccontextmanager
-async def _directory(door: Entrance, spec: RunSpec | None) -> AsyncGenerator[DhtDirectory]:
-    met = door.transport.peer_stats
-    if spec is None:
-        directory = await join_directory(door.daemon, door.identity, None, 0, peer_stats=met)
-    else:
-        life = spec.limits.record_seconds
-        directory = await join_directory(
-            door.daemon, door.identity, spec.run_id, spec.stages, peer_stats=met, record_seconds=life
-        )
-    try:
-        yield directory
-    finally:
-        await directory.close()
 
 
 async def _serve(

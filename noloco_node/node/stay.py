@@ -56,7 +56,6 @@ class NodeParts:
 
     @property
     def emit(self) -> Callable[[AnyEvent], None]:
-        """Takes every event of the node."""
         return self.telemetry.emit
 
 

@@ -69,7 +69,6 @@ class Waves:
         self._dct = dct_matrix()
 
     def encode(self, rows: Tensor) -> Tensor:
-        """See `Motion`."""
         coefficients = rows.reshape(-1, _WAVE) @ self._dct.T  # on the host alone: see `Codec.on_a_device`
         places = coefficients.abs().topk(_KEPT, dim=1).indices
         kept = coefficients.gather(1, places).to(torch.bfloat16).view(len(rows), _PER_BLOCK)
@@ -111,7 +110,6 @@ class Signs:
         """How many bits of a byte are set, int64 [256]."""
 
     def encode(self, rows: Tensor) -> Tensor:
-        """See `Motion`."""
         turned = rotated(rows, self._signs)
         scales = turned.abs().mean(1, keepdim=True).to(torch.bfloat16)
         eight = (turned >= 0).view(torch.int64)  # a byte for each of eight values, the first one lowest
@@ -190,7 +188,6 @@ class DecoupledCodes:
         self._codes = ModuloCodes(bits, range_in_deviations, exchange, sketches, groups * BLOCK)
 
     def encode(self, values: Tensor, start: int, pull: Tensor | None = None) -> Tensor:
-        """See `Coding`."""
         assert pull is not None, "the motion is what remains of s without the pull"
         rows, pulls = rows_of(values), rows_of(pull)
         whole, moving = _kinds(self._exchange, len(rows), rows.device)
@@ -204,7 +201,6 @@ class DecoupledCodes:
         return wire
 
     def difference(self, other: Tensor, own: Tensor, start: int) -> Tensor:
-        """See `Coding`."""
         count = min(self._size - start, self._blocks(len(own)) * BLOCK)
         whole, moving = _kinds(self._exchange, math.ceil(count / BLOCK), other.device)
         (codes, motion), (own_codes, own_motion) = (self._parts(wire, len(whole)) for wire in (other, own))
@@ -215,7 +211,6 @@ class DecoupledCodes:
         return rows.flatten()[:count]
 
     def measured(self, other: Tensor, own: Tensor, start: int, blocks: Tensor) -> tuple[float, Tensor]:
-        """See `Coding`."""
         whole = _whole(self._exchange, self._blocks(len(own)))
         (codes, motion), (own_codes, own_motion) = (self._parts(wire, int(whole.sum())) for wire in (other, own))
         place = torch.where(whole, whole.cumsum(0), (~whole).cumsum(0))[blocks] - 1

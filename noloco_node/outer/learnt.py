@@ -38,7 +38,6 @@ class LearntWay:
         self._size = size
 
     def forget(self) -> None:
-        """The way begins anew."""
         self._way.zero_()
 
     def begin(self) -> None:

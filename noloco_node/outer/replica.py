@@ -99,12 +99,10 @@ class OuterReplica:
 
     @property
     def size(self) -> int:
-        """Number of weights."""
         return self.slow.numel()
 
     @property
     def chunks(self) -> int:
-        """Chunks that an exchange consists of."""
         return math.ceil(self.size / self._chunk)
 
     def load(self, slow: Tensor, momentum: Tensor | None = None, trail: Tensor | None = None) -> None:

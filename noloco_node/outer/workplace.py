@@ -23,7 +23,6 @@ IN_CACHE = 1 << 16
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether its memory is the host's."""
     return device.type == HOST.type
 
 
@@ -31,9 +30,7 @@ class Accelerator(Protocol):
     """A device with memory of its own, which works on what it is given beside its training."""
 
     @property
-    def device(self) -> torch.device:
-        """As torch names it."""
-        ...
+    def device(self) -> torch.device: ...
 
     def has_room(self, size: int) -> bool:
         """Whether so many bytes of its memory are free, beyond all that training has ever taken."""

@@ -207,7 +207,6 @@ class RecentLoss:
         self._steps: deque[tuple[float, int]] = deque(maxlen=RECENT)
 
     def add(self, loss: float, tokens: int) -> None:
-        """One more inner step."""
         if tokens > 0:
             self._steps.append((loss, tokens))
 
@@ -240,7 +239,6 @@ class ProbationStanding:
 
     @property
     def newcomer(self) -> bool:
-        """Whether this replica itself is on probation."""
         return self._joined_at is not None
 
     def met(self, meeting: Meeting | None, steps: int) -> None:

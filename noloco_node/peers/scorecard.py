@@ -73,7 +73,6 @@ class BanRecord:
     """The offence that brought the last ban."""
 
     def banned(self, now: float) -> bool:
-        """Whether a ban is in force."""
         return self.ban.holds(now)
 
 
@@ -177,7 +176,6 @@ class PeerBook:
         return self.workers.get(peer) or self.met.get(peer, NOBODY)
 
     def card(self, peer: PeerId) -> Scorecard:
-        """The scorecard of `peer`, to be written on."""
         known = self.workers.get(peer) or self.met.get(peer)
         if known is None:
             known = self.met[peer] = Scorecard()
@@ -219,7 +217,6 @@ class PeerBook:
 
     @property
     def cards(self) -> Iterator[Scorecard]:
-        """All of them."""
         yield from self.workers.values()
         yield from self.met.values()
 
@@ -360,7 +357,6 @@ class PeerStats:
         return known.silences == 0 and known.stage in (None, stage)
 
     def answers(self, peer: PeerId) -> bool:
-        """Whether `peer` has answered of late and is not silent since."""
         return self._answers(self.book.of(peer))
 
     def _answers(self, known: Scorecard) -> bool:
@@ -415,7 +411,6 @@ class Bans:
         return self._book.of(peer).conduct
 
     def banned(self, peer: PeerId) -> bool:
-        """Whether `peer` is banned now."""
         return self.standing(peer).banned(self.clock())
 
     @property
@@ -435,6 +430,5 @@ class Bans:
 
     @property
     def banned_now(self) -> int:
-        """Peers that are banned now."""
         now = self.clock()
         return sum(card.conduct.banned(now) for card in self._book.cards)

@@ -76,7 +76,6 @@ class LinkCodecs:
         return self._allowed[0]
 
     def choose(self, peer: PeerId) -> ActivationCodec:
-        """The codec of the next microbatch for `peer`."""
         if len(self._allowed) == 1:
             return self._allowed[0]
         if self._rng.random() < PROBES:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Annotated, Literal
 
 import torch
@@ -104,7 +105,6 @@ class MicrobatchAnswer(WireModel):
 
     @property
     def work_seconds(self) -> float | None:
-        """`work_ms` in seconds."""
         return None if self.work_ms is None else self.work_ms / 1000
 
 
@@ -198,7 +198,6 @@ class Ledger:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts alone, by name."""
         return {name: getattr(self, name) for name in MICROBATCH_OUTCOMES}
 
     def resume(self, counts: Mapping[str, int]) -> None:
@@ -207,12 +206,10 @@ class Ledger:
             setattr(self, name, counts.get(name, 0))
 
     def note_served(self, peer: PeerId, tokens: int) -> None:
-        """This node trained a microbatch for `peer`."""
         self.served += 1
         _note(self.done_for, peer, tokens)
 
     def note_received(self, peer: PeerId, tokens: int) -> None:
-        """`peer` trained a microbatch for this node."""
         _note(self.done_by, peer, tokens)
 
 
@@ -231,12 +228,10 @@ class Meter:
         self._sum = 0.0
 
     def add(self, value: float) -> None:
-        """One more."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def distribution(self) -> Distribution:
-        """So far."""
         return Distribution(bounds=self._bounds, counts=tuple(self._counts), sum=self._sum)
 
 
@@ -258,6 +253,7 @@ def labels_and_ids(model: ModelSpec, tokens: Tensor) -> tuple[Tensor, Tensor | N
     return tokens[:, 1:], without_marks(tokens[:, :-1])
 
 
+@cache
 def activation_spec(rows: int, length: int, width: int, codec: ActivationCodec) -> TensorSpec:
     """Activations [rows, length, width] as they travel."""
     return TensorSpec(DTYPE_NAMES[DTYPES[codec]], (rows, length, wire_length(width, codec)))

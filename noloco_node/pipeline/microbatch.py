@@ -28,9 +28,8 @@ from noloco_node.identity.peer_id import PeerId
 from noloco_node.model.router import Router
 from noloco_node.peers.hop import RequestOutcome
 from noloco_node.pipeline.activations import LinkCodecs, to_wire
-from noloco_node.pipeline.admission import ASKS_TO_WAIT
+from noloco_node.pipeline.admission import ASKS_TO_WAIT, InFlight
 from noloco_node.pipeline.audit import JURY, Auditor, share_of_a_hop
-from noloco_node.pipeline.in_flight import InFlight
 from noloco_node.pipeline.messages import (
     MICROBATCH,
     NO_FAILURE,
@@ -108,7 +107,6 @@ class MicrobatchSource:
 
     @property
     def under_way(self) -> int:
-        """Samples being carried through now."""
         return len(self._under_way)
 
     @property

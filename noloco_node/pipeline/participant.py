@@ -45,7 +45,6 @@ class Pipeline(Participant):
         return (self.server.serve(self._context.transport),) if self.origin is None else ()
 
     def open(self) -> None:
-        """Accept what peers ask from now on."""
         self.server.accepting = True
 
     def shut(self) -> None:
@@ -64,11 +63,9 @@ class Pipeline(Participant):
 
     @property
     def under_way(self) -> bool:
-        """Whether a microbatch is on its way through this replica."""
         return self.in_hand > 0
 
     def hand_back(self) -> None:
-        """Microbatches of others go back to their senders."""
         self.server.hand_back()
 
     def close(self) -> None:
@@ -86,12 +83,10 @@ class Pipeline(Participant):
 
     @property
     def held(self) -> int:
-        """How many these are."""
         return self.origin.held if self.origin else len(self.ledger.waiting)
 
     @property
     def data_wait_seconds(self) -> float:
-        """Time that drawing has waited for the text."""
         return self._samples.waited_seconds() if self._samples else 0.0
 
     def passed_over(self) -> list[str]:

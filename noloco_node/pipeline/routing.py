@@ -181,15 +181,13 @@ class LoadBalancer:
         In a large stage a few peers are drawn and examined, so that the cost does not grow with the stage. A draw from
         a few drawn ones is a draw from all. All are examined if none of the few may be asked.
         """
-        now, few = self._clock(), len(self._peers) > FEW
-        if few and self._strategy == "fixed" and not excluded and not self._doubted:
+        now, few, strategy = self._clock(), len(self._peers) > FEW, self._strategy
+        if few and strategy == "fixed" and not excluded and not self._doubted:
             return self._in_order[self.own_rank % len(self._in_order)]
-        if few and self._strategy != "fixed":
-            drawn = self._described(self._drawn(excluded), now)
-            for c in drawn:
-                if c.trust is Trust.ORDINARY and c.rests_until <= now and c.peer not in excluded:
-                    return self._chosen(drawn, now, excluded)
-        return self._chosen(self._described(self._peers, now), now, excluded)
+        drawn = self._described(self._drawn(excluded), now) if few and strategy != "fixed" else ()
+        may_be = [c for c in drawn if c.trust is Trust.ORDINARY and c.rests_until <= now and c.peer not in excluded]
+        described = drawn if may_be else self._described(self._peers, now)
+        return choose_peer(strategy, described, own_rank=self.own_rank, now=now, rng=self._rng, excluded=excluded)
 
     def _drawn(self, excluded: Collection[PeerId]) -> list[PeerId]:
         """A few live peers, and beside them a few excluded ones, which say whether others are full."""
@@ -226,11 +224,6 @@ class LoadBalancer:
             self._bounded_at = now
         return self._bounds
 
-    def _chosen(self, candidates: Sequence[Candidate], now: float, excluded: Collection[PeerId]) -> PeerId | None:
-        return choose_peer(
-            self._strategy, candidates, own_rank=self.own_rank, now=now, rng=self._rng, excluded=excluded
-        )
-
     def sent(self, peer: PeerId) -> float:
         """A request to `peer` is under way; what is returned names it to `done`."""
         began = self._clock()
@@ -238,7 +231,6 @@ class LoadBalancer:
         return began
 
     def done(self, peer: PeerId, began: float, how: RequestOutcome) -> None:
-        """The request that began then has ended."""
         hop, now = self.cards.hop(peer), self._clock()
         self._any_came |= how is RequestOutcome.CAME
         seconds = after_request(hop, began, now, how, any_came=self._any_came)
@@ -310,7 +302,6 @@ class LoadBalancer:
         return sum(self.trust(peer) is Trust.SET_ASIDE for peer in self.doubted)
 
     def repute(self, peer: PeerId) -> Reputation:
-        """What audits have said of a peer."""
         hop = self.cards.of(peer).hop
         return UNBLEMISHED if hop is None else hop.repute
 
@@ -363,7 +354,6 @@ class CircuitBreaker:
         self._last = -math.inf
 
     def through(self) -> None:
-        """A microbatch was answered."""
         self._tries, self._since = 0, math.inf
 
     def failed(self) -> None:

@@ -113,7 +113,6 @@ class Repeats:
             self._uncount(name)
 
     def keep(self, name: MicrobatchName, answer: Reply[MicrobatchAnswer]) -> None:
-        """Remember the answer, for a repeat."""
         self._kept_bytes += _size(answer)
         self._answers[name] = answer
         while self._kept_bytes > KEPT_ANSWER_BYTES:
@@ -179,7 +178,6 @@ class PipelineServer:
         return self._places.taken
 
     def serve(self, transport: Transport) -> Withdraw:
-        """Register with the transport."""
         return on_tensors(transport, MICROBATCH, self.handle, self.admit)
 
     def admit(self, peer: PeerId, header: MicrobatchHeader, specs: tuple[TensorSpec, ...]) -> Release:

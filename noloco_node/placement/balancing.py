@@ -64,7 +64,6 @@ class Supply:
 
     @property
     def throughput(self) -> list[float]:
-        """Tokens/s of each stage."""
         return [strength / work for strength, work in zip(self.strength, self.work, strict=True)]
 
     @property
@@ -137,7 +136,6 @@ def usual_strength(servers: Sequence[Server]) -> float:
 
 
 def supply_of(servers: Sequence[Server], work: Sequence[float]) -> Supply:
-    """Sum the nodes up by stage."""
     totals = [0.0] * len(work)
     for server in servers:
         totals[server.stage] += server.strength * server.stands_for

@@ -98,7 +98,6 @@ class GivenCopy:
         self._readers: dict[PeerId, _Reader] = {}
 
     def clear(self) -> None:
-        """Nothing is given any more."""
         self._copy = None
         self._readers.clear()
 
@@ -112,7 +111,6 @@ class GivenCopy:
             self.clear()
 
     def reading(self, now: float) -> set[PeerId]:
-        """Peers that read it now."""
         self.tend(now)
         return set(self._readers)
 
@@ -201,7 +199,6 @@ class StageCopies:
         return self.kept.stage if self.kept else None
 
     def serve(self) -> tuple[Withdraw, ...]:
-        """Register with the transport, and how each method is taken back."""
         return (
             on(self._transport, OPEN_COPY, self._handle_open, self._admit),
             on(self._transport, COPY_CHUNK, self._handle_chunk, self._admit),
@@ -215,7 +212,8 @@ class StageCopies:
         try:
             while True:
                 renewed = await self.renew(membership)
-                self._tend()
+                for given in self._given.values():
+                    given.tend(ambient.monotonic())
                 seconds = self._spec.limits.standby_seconds * (1.0 if renewed else RETRY_SHARE)
                 await asyncio.sleep(seconds * self._rng.uniform(0.8, 1.2))
         finally:
@@ -393,10 +391,6 @@ class StageCopies:
             raise Refused(Refusal.WRONG_RUN)
         if not self.gives or (self._own is None and self.kept is None and not request.root):
             raise Refused(Refusal.DRAINING)
-
-    def _tend(self) -> None:
-        for given in self._given.values():
-            given.tend(ambient.monotonic())
 
     async def _handle_open(self, peer: PeerId, request: CopyRequest) -> SignedManifest:
         return (await self._copy_of(request.stage, peer, request.precision)).offer

@@ -57,7 +57,6 @@ class StageCopy:
     """Where on the disk the weights lie; None for those in the machine's memory."""
 
     def part(self, start: int, end: int) -> Tensor:
-        """A copy of the weights [start, end)."""
         found, size = self.weights[start:end].clone(), self.weights.element_size()
         if self.memory is not None:
             self.memory.leave_memory(size * start, size * end)
@@ -65,7 +64,6 @@ class StageCopy:
 
     @property
     def stage(self) -> int:
-        """The stage of these weights."""
         return self.manifest.stage
 
     @property
@@ -84,17 +82,6 @@ def sign_copy(
 ) -> StageCopy:
     """This node's own copy, signed."""
     return StageCopy(manifest, sealed(transport, manifest), weights, memory)
-
-
-def read_offer(
-    transport: Transport, offer: SignedManifest, *, run: str, stage: int, size: int, precision: CopyPrecision = "fp16"
-) -> CopyManifest:
-    """The manifest of an offer. Raises BadAnswer unless its source has signed it, for this run, stage, size and
-    precision."""
-    manifest = opened(transport, CopyManifest, offer)
-    if (manifest.run, manifest.stage, manifest.size, manifest.precision) != (run, stage, size, precision):
-        raise BadAnswer("the copy is of another run, stage, size or precision")
-    return manifest
 
 
 def two_faced(manifests: Collection[CopyManifest]) -> set[str]:
@@ -184,7 +171,10 @@ async def ask_for_copy(
     request = CopyRequest(run=spec.run_id, stage=stage, precision=precision)
     offer = await call(transport, peer, OPEN_COPY, request, seconds=seconds, attempts=attempts)
     with judging(transport, peer, OPEN_COPY.name):
-        manifest = read_offer(transport, offer, run=spec.run_id, stage=stage, size=size, precision=precision)
+        manifest = opened(transport, CopyManifest, offer)
+        said = manifest.run, manifest.stage, manifest.size, manifest.precision
+        if said != (spec.run_id, stage, size, precision):
+            raise BadAnswer("the copy is of another run, stage, size or precision")
     return manifest, offer
 
 

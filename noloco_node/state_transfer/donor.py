@@ -84,7 +84,6 @@ class StateDonor(Participant):
         """Whether it gives its state now."""
 
     def serve(self) -> tuple[Withdraw, ...]:
-        """Register with the transport, and how each method is taken back."""
         return (
             on(self._transport, OFFER, self._handle_offer, self._admit),
             on(self._transport, OPEN, self.handle_open, self._admit),
@@ -92,7 +91,6 @@ class StateDonor(Participant):
         )
 
     def open(self) -> None:
-        """Give the own state from now on."""
         self.accepting = True
 
     def shut(self) -> None:
@@ -105,7 +103,6 @@ class StateDonor(Participant):
 
     @property
     def readers(self) -> int:
-        """Peers that read a snapshot now."""
         return len(self._readers.reading(ambient.monotonic()))
 
     def tend(self) -> None:

@@ -115,7 +115,6 @@ CHUNK = Method("state.chunk", StateRequest, Nothing, at_once=64)
 
 
 def digest(data: memoryview | bytes | bytearray) -> bytes:
-    """The hash of a chunk."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
@@ -202,7 +201,6 @@ class DiskMemory:
         """All of it, to be read and written."""
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """All of it as numbers, flat."""
         return torch.frombuffer(self.bytes, dtype=dtype)
 
     def leave_memory(self, start: int = 0, end: int | None = None) -> None:
@@ -266,7 +264,6 @@ async def pack(worker: StageWorker, sizes: Sizes, folder: Path | None) -> tuple[
 
 
 def packed_size(sizes: Sizes) -> int:
-    """Bytes of a state with these tensors."""
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in sizes.values())
 
 
@@ -306,11 +303,9 @@ class Download:
         return [index for index, wanted in enumerate(digests) if self._have[index] != wanted]
 
     def length(self, index: int) -> int:
-        """Bytes of a chunk."""
         return min(self.chunk, self.size - index * self.chunk)
 
     def put(self, index: int, digest_of_it: bytes, data: memoryview) -> None:
-        """Take in a verified chunk."""
         start = index * self.chunk
         self.buffer[start : start + len(data)] = data
         self._memory.leave_memory(start, start + len(data))

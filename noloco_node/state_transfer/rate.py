@@ -55,7 +55,6 @@ class Readers:
         self._chunks = chunks
 
     def clear(self) -> None:
-        """Nothing is given any more."""
         self._readers.clear()
         self._waiting.clear()
 

@@ -279,7 +279,6 @@ class CheckpointFolder:
                 stages.add(stage)
 
     def _paths(self) -> list[Path]:
-        """By rising number."""
         if not self.path.is_dir():
             return []
         numbered = [entry for entry in self.path.iterdir() if _is_numbered(entry)]

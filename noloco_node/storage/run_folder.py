@@ -218,12 +218,10 @@ class RunFolder:
 
     @property
     def claimed(self) -> bool:
-        """Whether it belongs to a run."""
         return self._mark() is not None
 
     @property
     def ended(self) -> bool:
-        """Whether a run has come to its end here."""
         mark = self._mark()
         return mark is not None and mark.ended
 
@@ -271,7 +269,6 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """The log for people."""
         return self.path / "node.log"
 
     @property

@@ -43,7 +43,6 @@ class DeviceKind:
 
     @property
     def count(self) -> int:
-        """So many devices of it can be computed on."""
         module = torch.get_device_module(self.torch_name)
         return int(module.device_count()) if module.is_available() else 0
 

@@ -152,12 +152,10 @@ class ComputeThread(Compute):
 
     @property
     def waiting(self) -> int:
-        """See `Compute.waiting`."""
         return len(self._queue)
 
     @property
     def load(self) -> DeviceLoad:
-        """See `Compute.load`."""
         return DeviceLoad(self._queue.forwards, self.busy_seconds)
 
     async def run(
@@ -338,11 +336,9 @@ class CallOrder(Generic[C]):
 
     @property
     def forwards(self) -> int:
-        """Forwards that wait."""
         return len(self._forwards)
 
     def put(self, priority: Priority, call: C, turn: QueueTurn) -> None:
-        """Let a call wait."""
         if priority is Priority.FORWARD:
             self._forwards.push(turn.sources, turn.cost, call)
         else:
@@ -383,7 +379,6 @@ class _Waiting:
 
     @property
     def forwards(self) -> int:
-        """See `CallOrder.forwards`."""
         with self._changed:
             return self._order.forwards
 
@@ -414,7 +409,6 @@ class _Waiting:
             return None
 
     def close(self) -> None:
-        """Nothing comes any more."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -41,7 +41,6 @@ GRADIENT = "gradient"
 
 
 def sizes_of(tensors: Mapping[str, Tensor]) -> Sizes:
-    """Their dtypes and shapes."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -121,7 +120,6 @@ class FrozenState:
             yield piece.name, piece.start, source.float() if source.dim() else source
 
     def collect(self) -> dict[str, Tensor]:
-        """All of it in the host's memory."""
         room = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in self.sizes.items()}
         for name, start, piece in self.pieces():
             (room[name][start : start + len(piece)] if piece.dim() else room[name]).copy_(piece)

@@ -279,7 +279,6 @@ class Beside:
 
     @property
     def device(self) -> torch.device:
-        """See `Accelerator.device`."""
         return self._device
 
     def has_room(self, size: int) -> bool:
@@ -287,7 +286,6 @@ class Beside:
         return size <= memory_of_device(self._device).get("free", 0)
 
     def beside(self) -> AbstractContextManager[None]:
-        """See `Accelerator.beside`."""
         return self._on(self._stream)
 
 

@@ -34,7 +34,6 @@ def rate_of(kind: Kind, inner: InnerSpec) -> float:
 
 
 def is_for_muon(kind: Kind, inner: InnerSpec) -> bool:
-    """Whether weights of that kind take Muon's steps."""
     return inner.optimizer == "muon" and kind == "matrix"
 
 
@@ -82,7 +81,6 @@ class InnerOptimizer:
         self.muon = Muon(muon, master, gradient, MUON_MOMENTUM) if muon else None
 
     def step(self, learning_rate: float) -> None:
-        """One step on the gradient as it is."""
         self._steps += 1
         if self.torch is not None:
             for group in self.torch.param_groups:
@@ -168,12 +166,10 @@ class Matrices:
 
     @property
     def short(self) -> int:
-        """The smaller dimension."""
         return min(self.rows, self.columns)
 
     @property
     def long(self) -> int:
-        """The larger dimension."""
         return max(self.rows, self.columns)
 
     @property
@@ -198,7 +194,6 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its rooms."""
         return sum(room.nbytes for room in (*self._matrices, *self._grams))
 
     def orthogonal(self, matrices: Sequence[Tensor]) -> Tensor:

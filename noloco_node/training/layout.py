@@ -24,7 +24,6 @@ class LayoutEntry:
 
     @property
     def end(self) -> int:
-        """One past its last element."""
         return self.offset + self.shape.numel()
 
     @property

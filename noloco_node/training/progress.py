@@ -65,7 +65,6 @@ class Progress:
 
     @property
     def tokens_since_outer(self) -> int:
-        """Tokens behind Δ."""
         return self.tokens - self.marks[0].tokens
 
     def after_inner_step(self, tokens: int, live_replicas: int, pace: float = 1.0) -> Progress:

@@ -82,7 +82,6 @@ class StageTrainer(Trainer):
 
     @property
     def bounded(self) -> dict[str, int]:
-        """See `Trainer.bounded`."""
         bounds = {"returned": self.returned_bound.exceeded, "caused": self.caused_bound.exceeded}
         return {**bounds, "losses": self.loss_bound.left_out}
 
@@ -119,7 +118,6 @@ class StageTrainer(Trainer):
             self.discard(passage)
 
     def forward(self, inputs: Tensor, passage: ForwardContext) -> Tensor:
-        """See `Trainer.forward`."""
         assert passage.version is None, "a passage is used once"
         passage.version = self.versions.acquire()
         inputs = self._to_device(inputs)
@@ -182,7 +180,6 @@ class StageTrainer(Trainer):
         source: str = "",
         chosen: Sequence[int] = (),
     ) -> LossResult:
-        """See `Trainer.loss`."""
         passage = ForwardContext(source, positions=positions_of(labels), ids=ids, version=self.versions.acquire())
         assert passage.version is not None
         tokens = labels.numel()
@@ -206,7 +203,6 @@ class StageTrainer(Trainer):
         return LossResult(loss_sum, tokens, wire, passage.taken_in, _counts(counts))
 
     def evaluate(self, inputs: Tensor, positions: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
-        """See `Trainer.evaluate`."""
         with torch.no_grad():
             wire = self._run(self.versions.current, self._to_device(inputs), positions, ids).to(self.wire_dtype)
             host, total = self.copies.to_host(wire, _sum(wire))
@@ -245,7 +241,6 @@ class StageTrainer(Trainer):
         return moment_sizes(self.layout, self._inner)
 
     def load(self, fast: Tensor, optimizer_state: Mapping[str, Tensor]) -> None:
-        """See `Trainer.load`."""
         super().load(fast, optimizer_state)
         self._optimizer.load(optimizer_state, self.copies.fill)
 

@@ -107,7 +107,7 @@ class StageWorker:
         thread: Compute,
         on_inner_step: Callable[[InnerReport], None],
     ) -> None:
-        self._spec = spec
+        self._spec, self._max_lag = spec, spec.max_lag_tokens
         self._trainer = trainer
         self.outer = outer
         self._thread = thread
@@ -175,22 +175,18 @@ class StageWorker:
 
     @property
     def queued(self) -> int:
-        """Calls that wait for the device."""
         return self._thread.waiting
 
     @property
     def load(self) -> DeviceLoad:
-        """How much there is to do for the device."""
         return self._thread.load
 
     @property
     def bounded(self) -> dict[str, int]:
-        """See `Trainer.bounded`."""
         return self._trainer.bounded
 
     @property
     def tokens_missing(self) -> float:
-        """Until the next inner step is due."""
         share = share_of_batch(self._spec.inner.global_batch_tokens, self.live_replicas)
         return share - self._credit - self._trainer.tokens_accumulated
 
@@ -465,7 +461,7 @@ class StageWorker:
         if credit is None:
             return
         self._credit = credit
-        pace = tied_pace(self.origins_lead, self._spec.max_lag_tokens)
+        pace = tied_pace(self.origins_lead, self._max_lag)
         self.progress = self.progress.after_inner_step(gathered, live, pace)
         self._trainer.loss_bound.holds = self.progress.clock >= self._spec.inner.warmup_tokens
         rate = self.current_learning_rate()  # of the clock after these tokens, so that the first step moves

@@ -204,9 +204,7 @@ class StageFacts(Protocol):
     """What is known of a stage without its weights. See `Stage`."""
 
     @property
-    def cut(self) -> StageCut:
-        """Which part of the model it is."""
-        ...
+    def cut(self) -> StageCut: ...
 
     @property
     def cut_width(self) -> int:

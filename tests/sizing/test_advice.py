@@ -11,7 +11,7 @@ from noloco_node.config.load import Config, load_config
 from noloco_node.config.node_settings import AUTO_MOST
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.outer.codec import CODECS
-from noloco_node.pipeline.in_flight import Rate, next_limit
+from noloco_node.pipeline.admission import Rate, next_limit
 from noloco_node.sizing.advice import (
     CODEC_SECONDS,
     arithmetic_seconds,

@@ -189,16 +189,6 @@ async def test_an_audit_asks_for_what_the_first_was_asked_whatever_the_codec_of_
 
 
 @virtually
-async def test_a_stage_of_two_is_not_audited() -> None:
-    """Nobody could decide between them, so the work is saved."""
-    async with world(micro_spec(layers=2, steps=6, pipeline=ALWAYS), replicas=2) as made:
-        await run_to_the_end(made)
-        accounts = last_accounts(made)
-    assert not any(account.strangers.audits for account in accounts)
-    assert sum(a.served for a in accounts[2:]) == sum(a.trained for a in accounts[:2])
-
-
-@virtually
 async def test_an_audit_that_fails_costs_no_sample_and_counts_against_nobody() -> None:
     """Streams that break in an audit or before it: the books close as ever."""
     async with world(near_spec(steps=14), replicas=3) as made:

@@ -16,8 +16,8 @@ import pytest
 
 from noloco_node.config.node_settings import AUTO_AIM, AUTO_MOST, NodeSettings
 from noloco_node.config.run_spec import ActivationCodec
-from noloco_node.pipeline import in_flight
-from noloco_node.pipeline.in_flight import ENOUGH_WAITING, InFlight, Rate, holds_back, next_limit, of_use
+from noloco_node.pipeline import admission
+from noloco_node.pipeline.admission import ENOUGH_WAITING, InFlight, Rate, holds_back, next_limit, of_use
 from noloco_node.pipeline.messages import Trained
 from noloco_node.pipeline.server import PipelineServer
 from noloco_node.simulator.links import Attachment, Links, SharedWay
@@ -166,7 +166,7 @@ def test_what_would_only_wait_is_drawn_with_the_next_steps_weights(monkeypatch: 
     """More gradients land in the step that they were drawn for, and the device that limits works as much."""
     held = Way(0.1, 0.4, 0.1, share=12, setting=6)
     _, worked = held.until(1000.0, 200.0)
-    monkeypatch.setattr(in_flight, "holds_back", lambda *_: False)
+    monkeypatch.setattr(admission, "holds_back", lambda *_: False)
     free = Way(0.1, 0.4, 0.1, share=12, setting=6)
     _, worked_before = free.until(1000.0, 200.0)
     assert held.origins[0].own_step >= 1.25 * free.origins[0].own_step

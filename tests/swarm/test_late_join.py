@@ -743,14 +743,6 @@ async def test_a_donor_whose_microbatches_outlast_a_window_settles_too() -> None
     assert 2e6 < min(settled) <= max(settled) < 10e6
 
 
-async def test_a_donor_without_work_is_not_taken_for_slowed() -> None:
-    """It trains, gives, and then waits for microbatches: its joiner does not wait for them."""
-    donor = PacedDonor(microbatch=100, cost=1e-8)
-    before = (await donor.rates(300))[-1]
-    donor.working = False
-    assert (await donor.rates(300))[-1] > before / 3
-
-
 async def test_what_a_resumed_donor_trained_before_is_not_its_pace() -> None:
     """Ten million tokens from a checkpoint, and a clock that did not start with the node."""
     fresh, resumed = PacedDonor(microbatch=100, cost=1e-8), PacedDonor(microbatch=100, cost=1e-8, before=10_000_000)

@@ -152,19 +152,6 @@ def test_a_newcomer_that_is_late_with_every_word_for_its_first_minute_has_its_pa
         assert 0.4 < newcomer / (trained.total() / 3) < 1.0
 
 
-def test_a_slow_peer_is_asked_less_in_a_stage_of_many() -> None:
-    """Only a few drawn peers are examined for each microbatch; one that was asked once is judged beside them."""
-    now, many = 0.0, [PeerId(f"peer {number:03d}") for number in range(64)]
-    book = LoadBalancer("balanced", random.Random(1), lambda: now)
-    book.update(many, 0)
-    for peer in many:
-        began = book.sent(peer)
-        now += 10.0 if peer == many[3] else 1.0
-        book.done(peer, began, RequestOutcome.CAME)
-    chosen = Counter(book.choose() for _ in range(6400))
-    assert chosen[many[3]] < 0.2 * chosen.total() / 64
-
-
 @pytest.mark.parametrize(
     ("reason", "seconds", "left_alone"),
     [(Refusal.BUSY, 2.0, False), (Refusal.OUT_OF_REACH, 2.0, False), (Refusal.DRAINING, 2.0, True)],

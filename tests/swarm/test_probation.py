@@ -207,7 +207,7 @@ def same(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> boo
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
-async def weighed(veteran: Replica, newcomer: PeerId) -> None:
+async def weighed(veteran: Replica) -> None:
     """Wait until the veteran has closed the exchange."""
     await eventually(lambda: not veteran.averaging.under_way, what="the exchange is closed")
 
@@ -218,7 +218,7 @@ async def test_a_newcomer_is_pulled_half_way_and_the_veteran_stays_as_it_is() ->
     async with veterans_and_newcomer() as (_, (veteran, newcomer)):
         (progress, before), (_, own) = [await checkpoint_state(r) for r in (veteran, newcomer)]
         assert await newcomer.averaging.dial(peer_name(0, 0))
-        await weighed(veteran, peer_name(0, 1))
+        await weighed(veteran)
         after_progress, after = await checkpoint_state(veteran)
         assert same(before, after)
         assert after_progress == progress
@@ -252,7 +252,7 @@ async def test_a_newcomer_in_line_counts_in_the_next_exchange() -> None:
     """Its own probation ends, which it says in an event; the veteran has measured it too, and now both move."""
     async with veterans_and_newcomer() as (made, (veteran, newcomer)):
         assert await newcomer.averaging.dial(peer_name(0, 0))
-        await weighed(veteran, peer_name(0, 1))
+        await weighed(veteran)
         ended = [e for e in made.events[1] if isinstance(e, ProbationEnded)]
         assert [(e.reason, e.steps) for e in ended] == [("in_line", 0)]
         assert veteran.averaging.standing.counts(peer_name(0, 1), 5)
@@ -276,7 +276,7 @@ async def test_a_peer_that_does_not_say_it_is_new_moves_nobody_either() -> None:
         assert not liar.averaging.standing.newcomer
         _, before = await checkpoint_state(veteran)
         assert await liar.averaging.dial(peer_name(0, 0))
-        await weighed(veteran, peer_name(0, 1))
+        await weighed(veteran)
         assert same(before, (await checkpoint_state(veteran))[1])
 
 
@@ -289,7 +289,7 @@ async def test_a_newcomer_that_is_far_away_stays_on_probation() -> None:
         await newcomer.worker.load_full_state(newcomer.worker.progress.clock, 1, state)
         _, before = await checkpoint_state(veteran)
         assert await newcomer.averaging.dial(peer_name(0, 0))
-        await weighed(veteran, peer_name(0, 1))
+        await weighed(veteran)
         assert same(before, (await checkpoint_state(veteran))[1])
         assert newcomer.averaging.standing.newcomer
         assert not veteran.averaging.standing.counts(peer_name(0, 1), 5)
@@ -302,7 +302,7 @@ async def test_a_newcomer_is_not_dialled_and_a_veteran_is_not_dialled_by_newcome
         assert not await veteran.averaging.dial(peer_name(0, 1))
         assert newcomer.context.transport.refusals_given[Refusal.ON_PROBATION] == 1
         assert await newcomer.averaging.dial(peer_name(0, 0))
-        await weighed(veteran, peer_name(0, 1))
+        await weighed(veteran)
         newcomer.averaging.standing.begin(4)
         assert not await newcomer.averaging.dial(peer_name(0, 0))
         assert veteran.context.transport.refusals_given[Refusal.TOO_EARLY] == 1

@@ -20,10 +20,9 @@ from tests.support import eventually
 
 
 @asynccontextmanager
-async def busy_thread() -> AsyncIterator[tuple[ComputeThread, threading.Event]]:
-    """A thread that is busy until the event is set."""
-    thread, release = ComputeThread(), threading.Event()
-    blocked = threading.Event()
+async def held(thread: ComputeThread) -> AsyncIterator[threading.Event]:
+    """The thread works on something else for as long as the block lasts, or until the event is set."""
+    release, blocked = threading.Event(), threading.Event()
 
     def block() -> None:
         blocked.set()
@@ -32,11 +31,19 @@ async def busy_thread() -> AsyncIterator[tuple[ComputeThread, threading.Event]]:
     blocking = asyncio.create_task(thread.run(Priority.STEP, block))
     await eventually(blocked.is_set, what="the thread is busy")
     try:
-        yield thread, release
+        yield release
     finally:
         release.set()
         await blocking
-        await thread.close()
+
+
+@asynccontextmanager
+async def busy_thread() -> AsyncIterator[tuple[ComputeThread, threading.Event]]:
+    """A thread that is busy until the event is set."""
+    thread = ComputeThread()
+    async with held(thread) as release:
+        yield thread, release
+    await thread.close()
 
 
 async def test_work_is_taken_in_the_order_step_backward_forward_draw() -> None:

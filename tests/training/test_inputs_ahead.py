@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -23,25 +21,8 @@ from noloco_node.training.trainer import ForwardContext
 from tests.support import eventually
 from tests.training.late_streams import CPU, late_copies
 from tests.training.made_trainers import make_trainer
+from tests.training.test_compute_thread import held
 from tests.worlds import WINDOWS, micro_spec, window_batch
-
-
-@asynccontextmanager
-async def held(thread: ComputeThread) -> AsyncIterator[None]:
-    """The device works on something else for as long as the block lasts."""
-    release, blocked = threading.Event(), threading.Event()
-
-    def block() -> None:
-        blocked.set()
-        assert release.wait(10)
-
-    blocking = asyncio.create_task(thread.run(Priority.STEP, block))
-    await eventually(blocked.is_set, what="the thread is busy")
-    try:
-        yield
-    finally:
-        release.set()
-        await blocking
 
 
 async def carried(thread: ComputeThread, copies: HostCopies | None) -> list[Tensor]:
