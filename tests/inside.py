@@ -68,6 +68,11 @@ def sampled_of(directory: object) -> Any:
     return cast("Any", directory)._sampled
 
 
+def level_of(sampled: object, stage: int) -> Any:
+    """What is known of a stage's buckets."""
+    return cast("Any", sampled)._stages[stage].level
+
+
 def rows_of(store: object) -> Mapping[Any, Any]:
     """Key -> signer -> what is held of it."""
     return cast("Any", store)._rows

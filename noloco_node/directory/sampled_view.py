@@ -92,10 +92,6 @@ class SampledView:
         self._stages = [_Stage(StageLevel(rng)) for _ in range(stages)]
         self._life = USUAL_LIFE
 
-    def level_of(self, stage: int) -> StageLevel:
-        """What is known of a stage's buckets."""
-        return self._stages[stage].level
-
     def to_write(self, own: PeerId, stage: int, life: float) -> tuple[Place, ...]:
         """Under which keys this node, which serves `stage` now, publishes a record of so long a life."""
         self._life = life

@@ -8,7 +8,7 @@ from noloco_node.directory import buckets
 from noloco_node.directory.buckets import CROWDED, MOST_LEVEL, Place, bucket_of, prefix_of
 from noloco_node.directory.records import PeerState
 from noloco_node.directory.validator import RecordValidator, bucket_key, sign_record
-from tests.inside import intake_of, records_of, sampled_of, walker_of
+from tests.inside import intake_of, level_of, records_of, sampled_of, walker_of
 from tests.swarm.hostile_dht import throw_away_key
 from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.worlds import record_of
@@ -57,15 +57,15 @@ async def test_a_stage_that_grows_beyond_one_key_is_seen_in_part_and_counted() -
     """Ten members, and then a farewell, which goes wherever the leaver's record still lives."""
     members = await swarm_of(10)
     await live_for_a_while(members, 8)
-    assert {sampled_of(member.directory).level_of(0).level for member in members} <= {0, 1, 2}
+    assert {level_of(sampled_of(member.directory), 0).level for member in members} <= {0, 1, 2}
     everybody = {member.peer for member in members}
     for member in members:
         view, now = member.directory.view, member.directory.now()
         assert 2 <= len(view.stages[0]) <= 10
         assert set(view.stages[0]) <= everybody
         assert 1 <= view.number(0, now) <= 18
-    leaver = max(members, key=lambda member: sampled_of(member.directory).level_of(0).level)
-    assert sampled_of(leaver.directory).level_of(0).level > 0
+    leaver = max(members, key=lambda member: level_of(sampled_of(member.directory), 0).level)
+    assert level_of(sampled_of(leaver.directory), 0).level > 0
     written = set(leaver.directory._written)
     assert {place.level for place in written} >= {0, 1}
     await leaver.directory.publish(record_of(leaver.peer, state=PeerState.GONE, sequence=99), LIFE + 5)
@@ -78,7 +78,7 @@ async def test_records_of_a_bucket_are_told_over_own_links() -> None:
     """They come with the level that they were signed for; the listener takes them in."""
     members = await swarm_of(8)
     await live_for_a_while(members, 8)
-    teller = next(m for m in members if sampled_of(m.directory).level_of(0).level > 0)
+    teller = next(m for m in members if level_of(sampled_of(m.directory), 0).level > 0)
     told = teller.directory.to_tell(12)
     assert told[0].peer == teller.peer
     assert [row.peer for row in told].count(teller.peer) == 1

@@ -17,9 +17,7 @@ from noloco_node.directory.buckets import (
     bucket_of,
     level_behind,
     levels_to_write,
-    prefix_of,
 )
-from noloco_node.identity.peer_id import PeerId
 from tests.profiles import tries
 from tests.swarm.bucket_world import LIFE, LOOK, BucketWorld
 
@@ -202,15 +200,6 @@ def test_records_at_level_0_alone_part_nobody() -> None:
         assert world.levels == {0}
 
 
-def test_each_level_halves_the_buckets_of_the_one_before() -> None:
-    """Whatever the peer."""
-    rng = random.Random(3)
-    for _ in range(50):
-        prefix = prefix_of(PeerId(str(rng.random())))
-        assert [bucket_of(prefix, level) for level in (0, 1)] == [0, prefix >> 31]
-        assert all(bucket_of(prefix, level + 1) // 2 == bucket_of(prefix, level) for level in range(20))
-
-
 def test_who_is_in_the_first_bucket_writes_at_level_0_too() -> None:
     """Each also writes at its own level, below it, and above it if that is soon somebody's."""
     assert levels_to_write(1 << 31, 0, 10) == (0,)
@@ -218,29 +207,6 @@ def test_who_is_in_the_first_bucket_writes_at_level_0_too() -> None:
     assert levels_to_write(1 << 31, 5, 30) == (4, 5)
     assert levels_to_write(1 << 31, 5, 60) == (4, 5, 6)
     assert levels_to_write(3, 5, 30) == (0, 4, 5)
-
-
-def test_level_0_tells_what_level_lies_behind_it() -> None:
-    """Sixty of the first bucket of level 9, among others; of level 10 half of them are, and nodes that full write
-    there."""
-    rng = random.Random(5)
-    first = [rng.getrandbits(32 - 9) for _ in range(60)]
-    assert level_behind(first) in (9, 10, 11)
-    assert level_behind([*first, *(rng.getrandbits(32) for _ in range(60))]) in (9, 10, 11)
-    assert level_behind([rng.getrandbits(32) for _ in range(40)]) == 0
-
-
-def test_a_first_bucket_that_holds_fewer_than_others_by_chance_still_speaks_of_its_level() -> None:
-    """Two hundred stages at level 7 have buckets that are nearly too empty; of as many small ones none speaks so."""
-    rng = random.Random(8)
-    missed = false = 0
-    for _ in range(200):
-        first = sum(rng.random() < 1 / 128 for _ in range(128 * 30))
-        small = [rng.getrandbits(32) for _ in range(96)]
-        missed += level_behind([*(rng.getrandbits(32 - 7) for _ in range(first)), *small]) < 7
-        false += level_behind(small) >= 4
-    assert missed <= 8
-    assert false == 0
 
 
 def test_many_that_came_at_once_do_not_hide_the_first_bucket_of_a_large_stage() -> None:
@@ -313,12 +279,6 @@ def test_a_stage_that_shrank_to_between_two_levels_lies_at_neighbouring_ones(sta
     world.look(60)
     assert max(world.levels) - min(world.levels) <= 1
     assert world.rms_error() < 0.1
-
-
-def test_none_of_a_few_buckets_is_read_twice_before_all_were() -> None:
-    """So no chance decides, and nobody that fills one of two."""
-    level = StageLevel(random.Random(1), 2)
-    assert sorted(level.next_bucket()[1] for _ in range(4)) == [0, 1, 2, 3]
 
 
 def test_no_bucket_of_a_few_is_read_twice_in_a_row() -> None:

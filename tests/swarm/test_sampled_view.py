@@ -15,6 +15,7 @@ from noloco_node.directory.buckets import CROWDED, RENEWED_SECONDS, TARGET, Plac
 from noloco_node.directory.records import DirectoryView, LiveRecord, PeerRecord, PeerState, Scale
 from noloco_node.directory.sampled_view import SampledView, root_again
 from noloco_node.identity.peer_id import PeerId
+from tests.inside import level_of
 
 LIFE, LOOK = 20.0, 2.0
 OWN = PeerId("observes-the-others")
@@ -128,7 +129,7 @@ def test_the_number_of_a_stage_in_a_few_buckets_is_nearly_their_sum(many: int) -
             keys.write(PeerId(f"peers-of-{names}-{number:06}"), 0, level, many / (1 << level))
         observer = Observer(keys, stages=1, seed=names)
         observer.look(50)
-        errors.append(observer.sampled.level_of(0).number / many - 1.0)
+        errors.append(level_of(observer.sampled, 0).number / many - 1.0)
     assert math.sqrt(fmean(error * error for error in errors)) < (0.02 if many <= 300 else 0.035)
 
 
@@ -225,10 +226,10 @@ def test_buckets_that_nobody_answers_for_are_not_empty_ones() -> None:
     """While every look-up of one fails, level and number stay; the view ends with the records' lives."""
     observer = Observer(Keys(1000, 1))
     observer.look(40)
-    level, number = observer.sampled.level_of(0).level, observer.sampled.level_of(0).number
+    level, number = level_of(observer.sampled, 0).level, level_of(observer.sampled, 0).number
     observer.look(30, fails=lambda place: place.level > 0)
-    assert observer.sampled.level_of(0).level == level
-    assert observer.sampled.level_of(0).number == number
+    assert level_of(observer.sampled, 0).level == level
+    assert level_of(observer.sampled, 0).number == number
 
 
 def test_of_other_stages_some_are_seen_and_the_number_is_known() -> None:
@@ -261,7 +262,7 @@ def test_level_0_of_a_large_stage_is_read_as_often_however_large_it_is(many: int
     keys = Keys(many, many, many)
     observer = Observer(keys, stages=3)
     observer.look(60)
-    assert {observer.sampled.level_of(stage).level for stage in range(3)} <= {level, level + 1}
+    assert {level_of(observer.sampled, stage).level for stage in range(3)} <= {level, level + 1}
     seconds = root_again(level, LIFE)
     keys.roots = 0
     observer.look(int(2 * seconds / LOOK))
