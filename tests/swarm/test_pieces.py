@@ -40,25 +40,21 @@ async def test_pieces_go_side_by_side_in_their_order_and_end_with_the_first_fail
     assert len(begun) <= 5, "whoever is free at that moment takes one more"
 
 
-def carried(
-    pieces: int, rate: float, round_trip: float, fixed: int | None = None, cold: float = 0.0
-) -> tuple[float, int]:
+def carried(pieces: int, rate: float, round_trip: float, fixed: int | None = None) -> tuple[float, int]:
     """Seconds that so many pieces take over a line of so many bytes a second, and how many were under way at the
-    most. The first piece of each stream, of which there are as many as were ever under way, takes `cold` longer."""
-    width, most, warm = Width(LIMIT) if fixed is None else Width(LIMIT, fixed, fixed), 0, 0
+    most."""
+    width, most = Width(LIMIT) if fixed is None else Width(LIMIT, fixed, fixed), 0
 
     async def work() -> float:
         free_at = 0.0
         under_way = 0
 
         async def piece(_: int) -> None:
-            nonlocal free_at, under_way, most, warm
+            nonlocal free_at, under_way, most
             under_way += 1
-            is_cold = under_way > warm
-            warm = max(warm, under_way)
             most = max(most, under_way)
             free_at = max(free_at, ambient.monotonic()) + PIECE / rate
-            await asyncio.sleep(free_at + round_trip + cold * is_cold - ambient.monotonic())
+            await asyncio.sleep(free_at + round_trip - ambient.monotonic())
             under_way -= 1
 
         began = ambient.monotonic()
@@ -74,12 +70,6 @@ def test_a_long_and_fast_line_is_filled() -> None:
     many, most = carried(400, 125e6, 0.2)
     assert few > 19.0
     assert many < 6.5, "the line alone takes 3.4 s"
-    assert most == MOST_PIECES
-
-
-def test_streams_that_begin_slowly_keep_nobody_from_filling_the_line() -> None:
-    """The first piece on each takes eight round trips, as on a new stream of p2pd; the others one."""
-    _, most = carried(400, 125e6, 0.2, cold=1.4)
     assert most == MOST_PIECES
 
 
@@ -160,25 +150,3 @@ def test_pieces_that_take_unlike_long_do_not_end_the_growing(seed: int) -> None:
     took = in_virtual_time(work)
     assert width.pieces == MOST_PIECES
     assert took < 1.5 * (800 / MOST_PIECES + 6) * 0.35
-
-
-def test_a_bad_moment_does_not_decide_for_the_whole_transfer() -> None:
-    """The line stands still while eight under way are tried; later it holds as many as it did before."""
-    width = Width(LIMIT)
-    stood_still = False
-
-    async def work() -> None:
-        nonlocal stood_still
-
-        async def piece(_: int) -> None:
-            nonlocal stood_still
-            bad = ambient.monotonic() - began < 3.0 and width.pieces > FIRST_PIECES
-            stood_still |= bad
-            await asyncio.sleep(0.25 + 0.5 * bad)
-
-        began = ambient.monotonic()
-        await side_by_side(range(800), width, piece)
-
-    in_virtual_time(work)
-    assert stood_still
-    assert width.pieces == MOST_PIECES

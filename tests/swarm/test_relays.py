@@ -7,8 +7,10 @@ import contextlib
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -102,23 +104,71 @@ def test_an_address_through_a_relay_says_who_is_dialled_and_who_is_meant() -> No
     assert not only_relayed([])
 
 
+async def asked(relay: CircuitRelay, peer: PeerId, sent: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """This end of a stream on which a peer has sent a relay these bytes."""
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_unix_connection(sock=theirs)
+    asyncio.create_task(relay.serve_stream(peer, reader, writer))  # noqa: RUF006 - it ends with the stream
+    asking, asker = await asyncio.open_unix_connection(sock=ours)
+    asker.write(sent)
+    return asking, asker
+
+
 async def test_the_asker_ends_the_stream_not_the_relay() -> None:
     """p2pd may throw away an answer whose stream is closed behind it, so each is followed by waiting for the other
     end: granted, refused and malformed alike."""
     for carry, message in ((True, reserve_request()), (False, reserve_request()), (True, b"\x08\x07")):
         relay = CircuitRelay(cast("Any", None), carry=carry)
-        ours, theirs = socket.socketpair()
-        (reader, writer), (asking, asked) = [await asyncio.open_unix_connection(sock=end) for end in (theirs, ours)]
-        serving = asyncio.create_task(relay.serve_stream(ONE, reader, writer))
-        await write_message(asked, message)
+        asking, asker = await asked(relay, ONE, bytes((len(message),)) + message)
         await read_fields(asking)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await asking.read()
         assert handshakes_of(relay)[ONE] == 1
-        asked.close()
-        await serving
-        assert not handshakes_of(relay)
+        asker.close()
+        await eventually(lambda relay=relay: not handshakes_of(relay))
+
+
+async def test_who_leaves_its_requests_unfinished_gets_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That holds even on a node that relays for nobody: beyond a few the next is dropped, while another peer is
+    answered. The peer may ask again once it has ended them."""
+    monkeypatch.setattr(circuit_relay, "MOST_HANDSHAKES_OF_ONE", 3)
+    relay, message = CircuitRelay(cast("Any", None), carry=False), bytes((2,)) + reserve_request()
+    held = [await asked(relay, ONE, b"\x7f") for _ in range(3)]
+    await eventually(lambda: handshakes_of(relay)[ONE] == 3, what="they are being read")
+    surplus, _ = await asked(relay, ONE, message)
+    with contextlib.suppress(ConnectionError):
+        assert await surplus.read() == b""
+    for peer, ended in ((OTHER, ()), (ONE, held)):
+        for _, asker in ended:
+            asker.close()
+        await eventually(lambda peer=peer: handshakes_of(relay)[peer] == 0)
+        asking, _ = await asked(relay, peer, message)
+        assert hop_status(await read_fields(asking)) == Status.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("what", ["_go_direct", "_ask_all"])
+async def test_places_are_asked_for_again_whatever_fails(
+    what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A direct connection to a caller, or the request for the place, fails in a way that nobody foresaw. It is said."""
+    failures = Counter[str]()
+
+    async def fails(*_: object) -> None:
+        failures[what] += 1
+        raise ZeroDivisionError(what)
+
+    async def succeeds(*_: object) -> None:
+        return
+
+    for name in ("_go_direct", "_ask_all"):
+        monkeypatch.setattr(relay_places, name, fails if name == what else succeeds)
+    monkeypatch.setattr(relay_places, "LOOK_SECONDS", 0.001)
+    host: Any = SimpleNamespace(relays=(parse_address(CIRCUIT),), lost_relays=set())
+    keeping = asyncio.create_task(relay_places.keep_places(host))
+    await eventually(lambda: failures[what] > 2)
+    keeping.cancel()
+    assert f"ZeroDivisionError: {what}" in caplog.text
 
 
 @contextlib.asynccontextmanager
@@ -325,78 +375,7 @@ async def test_one_caller_cannot_use_up_the_circuits_of_whom_it_calls(
 
 @pytest.mark.daemons
 @pytest.mark.timeout(60)
-async def test_who_leaves_its_requests_unfinished_gets_no_more_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That holds even on a node that relays for nobody: beyond a few the next is dropped, while another peer is
-    answered. The peer may ask again once it has ended them."""
-    monkeypatch.setattr(circuit_relay, "MOST_HANDSHAKES_OF_ONE", 3)
-    keys = [load_or_create_identity(tmp_path / name) for name in "rab"]
-    async with running_p2p(NodeSettings(), keys[0]) as middle:
-        relay = CircuitRelay(middle, carry=False)
-        await relay.start()
-        async with (
-            running_p2p(entering(middle, relay=False), keys[1]) as slow,
-            running_p2p(entering(middle, relay=False), keys[2]) as honest,
-        ):
-
-            async def unfinished() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-                reader, writer = await slow.open_stream(middle.own_id, HOP)
-                writer.write(b"\x7f")
-                return reader, writer
-
-            held = [await unfinished() for _ in range(3)]
-            await eventually(lambda: handshakes_of(relay)[slow.own_id] == 3, what="they are being read")
-            reader, writer = await unfinished()
-            async with asyncio.timeout(circuit_relay.REACH_SECONDS / 2):
-                with contextlib.suppress(ConnectionError):
-                    assert await reader.read() == b""
-            writer.transport.abort()
-            assert await ask_for_place(honest, middle.own_id) == relay_places.NOT_A_RELAY
-            for _, writer in held:
-                writer.transport.abort()
-            await eventually(lambda: not handshakes_of(relay), what="they are over")
-            assert await ask_for_place(slow, middle.own_id) == relay_places.NOT_A_RELAY
-        await relay.close()
-
-
-@pytest.mark.daemons
-@pytest.mark.timeout(60)
-async def test_places_are_kept_whatever_a_stranger_brings_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A direct connection to a caller, the look for callers, or the request for the place itself fails in a way that
-    nobody foresaw. It is said, and the place is asked for again."""
-    monkeypatch.setattr(relay_places, "RENEW_SECONDS", 0.2)
-    monkeypatch.setattr(relay_places, "LOOK_SECONDS", 0.05)
-    keys = [load_or_create_identity(tmp_path / name) for name in "rbc"]
-    async with (
-        relay_node(keys[0]) as (middle, relay),
-        running_p2p(entering(middle, relay=True), keys[1]) as hidden,
-        running_p2p(entering(middle, relay=False), keys[2]) as caller,
-    ):
-        await eventually(lambda: hidden.own_id in held_by(relay), what="its place")
-
-        async def survives(what: str) -> None:
-            async def failing(*_: object) -> bool:
-                raise ZeroDivisionError(what)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(relay_places, what, failing)
-                assert await caller.connect(hidden.own_id, hidden.visible_addresses()) is None
-                await eventually(lambda: f"ZeroDivisionError: {what}" in caplog.text, what="it is said")
-            until = held_by(relay)[hidden.own_id]
-            await eventually(lambda: held_by(relay)[hidden.own_id] > until, what="it has asked again")
-
-        for what in ("_answers", "_go_direct", "_ask_again"):
-            await survives(what)
-
-
-@pytest.mark.daemons
-@pytest.mark.timeout(60)
-async def test_a_second_cancellation_does_not_leave_the_p2pd_of_a_hidden_node_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_second_cancellation_leaves_no_p2pd_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while the task that keeps the places is still ending."""
     ending, up = asyncio.Event(), asyncio.Event()
 
@@ -408,21 +387,19 @@ async def test_a_second_cancellation_does_not_leave_the_p2pd_of_a_hidden_node_be
             await asyncio.sleep(0.2)
 
     async def live() -> None:
-        async with running_p2p(entering(middle, relay=True), keys[1]):
+        async with running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "key")):
             up.set()
             await asyncio.Event().wait()
 
     monkeypatch.setattr(p2pd_start, "keep_places", slow_to_end)
-    keys = [load_or_create_identity(tmp_path / name) for name in "rb"]
-    async with relay_node(keys[0]) as (middle, _):
-        running = set(p2pd_children())
-        node = asyncio.create_task(live())
-        for reached in (up, ending):
-            await reached.wait()
-            node.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await node
-        assert set(p2pd_children()) == running
+    running = set(p2pd_children())
+    node = asyncio.create_task(live())
+    for reached in (up, ending):
+        await reached.wait()
+        node.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await node
+    assert set(p2pd_children()) == running
 
 
 @pytest.mark.daemons
