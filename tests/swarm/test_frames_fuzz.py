@@ -24,14 +24,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noloco_node.config.node_settings import NodeSettings
-from noloco_node.identity.keys import load_or_create_identity
-from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.start import start_p2p
 from noloco_node.peers import scorecard as conduct
+from noloco_node.tallies import BANS
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import TransportLimits
-from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
+from noloco_node.transport.libp2p import Libp2pTransport
 from noloco_node.transport.messages import (
     BODY_FRAME_BYTES,
     END_FRAME,
@@ -56,13 +53,15 @@ from noloco_node.transport.messages import (
 from noloco_node.transport.streams import FramedStream, StreamEnded
 from tests.inside import incoming_streams_of
 from tests.profiles import tries
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually
+from tests.swarm.test_stopping_a_run import Socket
 
 MAX_BODY = 1 << 20
 ALL = (5000, 1500, 2500, 500)
 MUTATED, RANDOM, ENVELOPES, REFUSALS = map(tries, ALL)
 ALL_LIVE_BATCHES, LIVE_BATCH = 15, 40
 LIVE_BATCHES = tries(ALL_LIVE_BATCHES)
+LIMITS = TransportLimits(max_body_bytes=MAX_BODY, progress_seconds=0.5, idle_seconds=0.6, min_bytes_per_second=MAX_BODY)
 
 
 def frames_of(envelope: bytes, tensors: tuple[torch.Tensor, ...]) -> list[bytes]:
@@ -316,16 +315,21 @@ def test_refusals_survive_the_wire_and_hostile_ones_do_no_harm() -> None:
 class LiveNode:
     """A node that serves `echo`, and a hostile peer that opens raw streams to it."""
 
-    def __init__(self, node: PrivateP2P, peer: PrivateP2P, transport: Libp2pTransport) -> None:
-        self.node = node
-        self.peer = peer
+    def __init__(self, host: Socket, transport: Libp2pTransport) -> None:
+        self.host = host
         self.transport = transport
 
-    async def send(self, data: bytes) -> str:
-        """Send bytes on a stream of their own; what the node does about it."""
-        reader, writer = await self.peer.open_stream(self.node.own_id, STREAM_PROTOCOL)
+    async def send(self, *pieces: bytes, pause: float = 0.0) -> str:
+        """Send bytes on a stream of their own, piece by piece; what the node does about it."""
+        reader, writer = await asyncio.open_unix_connection(self.host.path)
+
+        async def send() -> None:
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(pause)
+
+        sending = asyncio.create_task(send())
         try:
-            writer.write(data)
             async with asyncio.timeout(60):
                 start = await reader.readexactly(PREFIX_BYTES)
                 prefix = decode_prefix(start)
@@ -333,6 +337,7 @@ class LiveNode:
         except (OSError, asyncio.IncompleteReadError):
             return "closed"
         finally:
+            sending.cancel()
             writer.transport.abort()
         if prefix.kind is FrameKind.REFUSE:
             return str(decode_refusal(payload).reason)
@@ -349,40 +354,21 @@ class LiveNode:
         assert await self.send(b"".join(frames)) == "answered"
 
 
-async def start_live(folder: Path, idle_seconds: float) -> LiveNode:
-    """Two p2pd processes; the node gives up slow peers quickly."""
-    node = await start_p2p(NodeSettings(), load_or_create_identity(folder / "node"))
-    try:
-        settings_ = NodeSettings(initial_peers=tuple(node.visible_addresses()))
-        peer = await start_p2p(settings_, load_or_create_identity(folder / "peer"))
-    except BaseException:
-        await node.close()
-        raise
-    limits = TransportLimits(max_body_bytes=MAX_BODY, progress_seconds=0.3, idle_seconds=idle_seconds)
-    transport = Libp2pTransport(node, limits)
+@pytest.fixture
+def live(runner: asyncio.Runner, tmp_path: Path) -> Iterator[LiveNode]:
+    """The live node, on the examples' loop. It gives up slow peers quickly."""
+    host: Any = Socket(tmp_path / "s")
+    transport = Libp2pTransport(host, LIMITS)
 
     async def echo(_: Any, message: Message) -> Message:
         return message
 
     transport.serve("echo", lambda peer, header, specs: None, echo, max_concurrent_per_peer=LIVE_BATCH)
-    await transport.start()
-    return LiveNode(node, peer, transport)
+    runner.run(transport.start())
+    yield LiveNode(host, transport)
+    runner.run(transport.close())
 
 
-@pytest.fixture
-def live(request: pytest.FixtureRequest, runner: asyncio.Runner, tmp_path: Path) -> Iterator[LiveNode]:
-    """The live node, on the examples' loop. Its parameter: after how many seconds it closes an idle stream."""
-    with nothing_left_behind():
-        made = runner.run(start_live(tmp_path, getattr(request, "param", 0.6)))
-        try:
-            yield made
-        finally:
-            runner.run(made.transport.close())
-            runner.run(made.peer.close())
-            runner.run(made.node.close())
-
-
-@pytest.mark.daemons
 def test_a_live_node_refuses_or_closes_and_goes_on(
     runner: asyncio.Runner, live: LiveNode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,7 +395,6 @@ def test_a_live_node_refuses_or_closes_and_goes_on(
     runner.run(eventually(lambda: incoming_streams_of(live.transport) == 0, what="every stream is closed"))
 
 
-@pytest.mark.daemons
 def test_half_a_frame_is_not_waited_for(runner: asyncio.Runner, live: LiveNode) -> None:
     """A peer that stops within prefix, header, body or before the end is closed after the progress deadline."""
     tensor = torch.zeros(BODY_FRAME_BYTES + 5, dtype=torch.uint8)
@@ -419,19 +404,34 @@ def test_half_a_frame_is_not_waited_for(runner: asyncio.Runner, live: LiveNode) 
     assert runner.run(live.send(whole)) == "answered"
 
 
-@pytest.mark.daemons
-@pytest.mark.parametrize("live", [60.0], indirect=True)
-def test_more_streams_than_a_peer_may_have_are_closed(runner: asyncio.Runner, live: LiveNode) -> None:
-    """At once; those within the limit stay."""
-    limit = TransportLimits().max_streams_per_peer
+def test_who_sends_broken_frames_is_banned_at_the_opening_of_a_stream(runner: asyncio.Runner, live: LiveNode) -> None:
+    """Corrupt, truncated and foreign bytes; the ban answers before a byte is sent, and ends."""
+    clock, book = [0.0], live.transport.conduct
+    book.clock = lambda: clock[0]
+    whole = b"".join(frames_of(encode_envelope("echo", {}, ()), ()))
 
-    async def flood() -> None:
-        streams = [await live.peer.open_stream(live.node.own_id, STREAM_PROTOCOL) for _ in range(limit + 20)]
-        await eventually(lambda: sum(reader.at_eof() for reader, _ in streams) == 20, what="the surplus is closed")
-        assert incoming_streams_of(live.transport) == limit
-        for _, writer in streams:
-            writer.transport.abort()
-        await eventually(lambda: incoming_streams_of(live.transport) == 0, what="all are gone")
-        await live.good_call()
+    def heard(*pieces: bytes) -> str:
+        return runner.run(live.send(*pieces))
 
-    runner.run(flood())
+    assert heard(whole) == "answered"
+    assert heard(whole[:-9]) == "closed", "truncated: given up, and no offence, for links break"
+    assert book.offences.total() == 0
+    corrupt = bytearray(whole)
+    corrupt[PREFIX_BYTES + 4] ^= 1
+    for _ in range(int(conduct.TOLERATED)):
+        assert heard(bytes(corrupt)) == "malformed"
+    assert heard(whole) == "answered"
+    assert heard(b"GET / HTTP/1.1\r\n\r\n" + bytes(64)) == "malformed"
+    assert heard() == heard(whole) == "banned"
+    assert book.bans == {"malformed": 1}
+    clock[0] = BANS.first
+    assert heard(whole) == "answered"
+
+
+def test_a_slow_loris_loses_its_place_though_every_frame_comes_in_time(runner: asyncio.Runner, live: LiveNode) -> None:
+    """One frame now and then would hold the place for minutes; after the time of a slow link it is free again."""
+    tensor = torch.zeros(MAX_BODY, dtype=torch.uint8)
+    pieces = frames_of(encode_envelope("echo", {}, [TensorSpec.of(tensor)]), (tensor,))
+    assert runner.run(live.send(*pieces, pause=0.3)) == "closed"
+    runner.run(live.good_call())
+    assert live.transport.conduct.offences.total() == 0, "slow is no offence"

@@ -106,7 +106,7 @@ class Socket:
     """Stands for p2pd: streams of peers that are named, over a real socket."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self.handler: Any = None
         self.peer = PeerId("")
 
@@ -116,7 +116,7 @@ class Socket:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await handler(self.peer, reader, writer)
 
-        self.handler = await asyncio.start_unix_server(handle, self._path)
+        self.handler = await asyncio.start_unix_server(handle, self.path)
 
     async def stop_serving(self, _protocol: str) -> None:
         """See `StreamHost`."""
@@ -125,7 +125,7 @@ class Socket:
     async def open(self, peer: str) -> FramedStream:
         """A stream of that peer, once the other side has it."""
         self.peer = PeerId(peer)
-        return FramedStream(*await asyncio.open_unix_connection(self._path))
+        return FramedStream(*await asyncio.open_unix_connection(self.path))
 
 
 async def test_streams_that_a_few_keys_hold_open_shut_nobody_out(tmp_path: Path) -> None:

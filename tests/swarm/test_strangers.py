@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +10,7 @@ import torch
 
 from noloco_node.averaging import session as exchange
 from noloco_node.averaging.session import LeaveExchange
-from noloco_node.config.node_settings import NodeSettings
-from noloco_node.identity.keys import load_or_create_identity
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.start import running_p2p
 from noloco_node.peers import scorecard as conduct
 from noloco_node.peers.scorecard import Offence
 from noloco_node.pipeline.messages import MicrobatchAnswer
@@ -26,22 +20,13 @@ from noloco_node.telemetry.metrics import Metrics
 from noloco_node.transport.calls import Reply
 from noloco_node.transport.errors import Refusal, Refused
 from noloco_node.transport.interface import RequestDesk, TransportLimits, Withdraw
-from noloco_node.transport.libp2p import STREAM_PROTOCOL, Libp2pTransport
 from noloco_node.transport.memory import Fault, FaultKind
 from noloco_node.transport.messages import (
-    BODY_FRAME_BYTES,
-    PREFIX_BYTES,
     Envelope,
-    FrameKind,
     Message,
     TensorSpec,
-    decode_prefix,
-    decode_refusal,
-    encode_envelope,
-    encode_frame,
-    encode_prefix,
 )
-from tests.support import eventually, nothing_left_behind
+from tests.support import eventually
 from tests.swarm.test_exchange import outer_steps, two_replicas
 from tests.swarm.test_hostile_peers import NAME, STRANGER, propose
 from tests.swarm.test_pipeline import ask, request, serving_world
@@ -240,110 +225,3 @@ async def test_what_one_stage_admitted_is_not_answered_by_the_next() -> None:
     with desk.admitted(STRANGER, Envelope("work", {}, ())) as place:
         await desk.answer(STRANGER, "work", Message(), place)
     assert handled == ["next"]
-
-
-class Hostile:
-    """A real node that serves `echo`, and a real peer with raw streams to it."""
-
-    def __init__(self, runner: asyncio.Runner, folder: Path) -> None:
-        self.runner = runner
-        self.folder = folder
-        self.node: PrivateP2P
-        self.peer: PrivateP2P
-        self.transport: Libp2pTransport
-        self.pieces_sent = 0
-        """The pieces of the last message that were sent."""
-
-    async def hear(self, *sent: bytes, pause: float = 0.0) -> str:
-        """Send pieces on a stream of their own; what comes back: a refusal's reason, `answered` or `closed`."""
-        reader, writer = await self.peer.open_stream(self.node.own_id, STREAM_PROTOCOL)
-
-        async def send() -> None:
-            for self.pieces_sent, piece in enumerate(sent, 1):
-                writer.write(piece)
-                await asyncio.sleep(pause)
-
-        sending = asyncio.create_task(send())
-        try:
-            async with asyncio.timeout(60):
-                prefix = decode_prefix(await reader.readexactly(PREFIX_BYTES))
-                payload = await reader.readexactly(prefix.length)
-        except (OSError, asyncio.IncompleteReadError):
-            return "closed"
-        finally:
-            sending.cancel()
-            writer.transport.abort()
-        return str(decode_refusal(payload).reason) if prefix.kind is FrameKind.REFUSE else "answered"
-
-
-LIMITS = TransportLimits(progress_seconds=1.0, min_bytes_per_second=1 << 20, idle_seconds=5.0)
-
-
-@pytest.fixture
-def hostile(tmp_path: Path) -> Iterator[Hostile]:
-    """Two p2pd processes on one loop."""
-
-    async def echo(_: PeerId, message: Message) -> Message:
-        return message
-
-    with nothing_left_behind(), asyncio.Runner() as runner:
-        made = Hostile(runner, tmp_path)
-        one = running_p2p(NodeSettings(), load_or_create_identity(tmp_path / "node"))
-        made.node = runner.run(one.__aenter__())
-        peers = tuple(made.node.visible_addresses())
-        two = running_p2p(NodeSettings(initial_peers=peers), load_or_create_identity(tmp_path / "peer"))
-        made.peer = runner.run(two.__aenter__())
-        made.transport = Libp2pTransport(made.node, LIMITS)
-        made.transport.serve("echo", lambda *_: None, echo, max_concurrent_per_peer=1)
-        runner.run(made.transport.start())
-        try:
-            yield made
-        finally:
-            runner.run(made.transport.close())
-            runner.run(two.__aexit__(None, None, None))
-            runner.run(one.__aexit__(None, None, None))
-
-
-def echo_request(body_bytes: int) -> list[bytes]:
-    """A request frame by frame."""
-    tensor = torch.zeros(body_bytes, dtype=torch.uint8)
-    frames = [encode_frame(FrameKind.HEADER, encode_envelope("echo", {}, [TensorSpec.of(tensor)]))]
-    data = tensor.numpy().tobytes()
-    for start in range(0, body_bytes, BODY_FRAME_BYTES):
-        piece = data[start : start + BODY_FRAME_BYTES]
-        frames.append(encode_prefix(FrameKind.BODY, piece) + piece)
-    return [*frames, encode_frame(FrameKind.END, b"")]
-
-
-@pytest.mark.daemons
-def test_who_sends_broken_frames_is_banned_at_the_opening_of_a_stream(hostile: Hostile) -> None:
-    """On real streams: corrupt, truncated and foreign bytes; the ban answers before a byte is sent, and ends."""
-    run, clock = hostile.runner.run, [0.0]
-    book = hostile.transport.conduct
-    book.clock = lambda: clock[0]
-    whole = b"".join(echo_request(8))
-    assert run(hostile.hear(whole)) == "answered"
-    assert run(hostile.hear(whole[:-9])) == "closed", "truncated: given up, and no offence, for links break"
-    assert book.offences.total() == 0
-    corrupt = bytearray(whole)
-    corrupt[PREFIX_BYTES + 4] ^= 1
-    for _ in range(int(conduct.TOLERATED)):
-        assert run(hostile.hear(bytes(corrupt))) == "malformed"
-    assert run(hostile.hear(whole)) == "answered"
-    assert run(hostile.hear(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))) == "malformed"
-    assert run(hostile.hear()) == "banned"
-    assert run(hostile.hear(whole)) == "banned"
-    assert book.bans == {"malformed": 1}
-    clock[0] = BANS.first
-    assert run(hostile.hear(whole)) == "answered"
-
-
-@pytest.mark.daemons
-def test_a_slow_loris_loses_its_place_though_every_frame_comes_in_time(hostile: Hostile) -> None:
-    """One frame now and then would hold the place for minutes; after the time of a slow link it is free again."""
-    run = hostile.runner.run
-    pieces = echo_request(20 * BODY_FRAME_BYTES)
-    assert run(hostile.hear(*pieces, pause=0.7)) == "closed"
-    assert hostile.pieces_sent < len(pieces)
-    assert run(hostile.hear(*echo_request(8))) == "answered"
-    assert hostile.transport.conduct.offences.total() == 0, "slow is no offence"
