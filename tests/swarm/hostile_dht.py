@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
+from noloco_node.directory.dht_node import node_id_of
 from noloco_node.directory.records import PeerRecord, PeerState
 from noloco_node.directory.validator import sign_record, stage_key
 from noloco_node.identity.keys import Identity, ed25519_peer_id
@@ -57,29 +58,18 @@ class Padded:
 class Stranger:
     """Speaks to the DHT by hivemind's messages over `p2p`, and answers them as a black hole."""
 
-    def __init__(self, p2p: Any, keys: Sequence[Any], ids_a_key: int = 20) -> None:
+    def __init__(self, p2p: Any, kind: list[Any]) -> None:
         self._p2p = p2p
-        self.ids = [DHTID(int(key) ^ number) for key in keys for number in range(1, ids_a_key + 1)]
-        """Invented node ids, nearer to the keys than anybody's."""
+        self.kind = kind
+        """The peers that it names as neighbours."""
+        self.own = node_id_of(p2p.peer_id)
         self.stored = 0
 
     async def answer(self) -> None:
-        """Take part from now on: every record is "stored", none is found, and all neighbours are itself."""
+        """Take part from now on: every record is "stored", and none is found."""
         await self._p2p.add_protobuf_handler(PING, self._ping, dht_pb2.PingRequest)
         await self._p2p.add_protobuf_handler(STORE, self._store, dht_pb2.StoreRequest)
         await self._p2p.add_protobuf_handler(FIND, self._find, dht_pb2.FindRequest)
-
-    async def leave(self) -> None:
-        """Answer no more."""
-        for name in (PING, STORE, FIND):
-            await self._p2p.remove_protobuf_handler(name)
-
-    async def ping_under_all_ids(self, peers: Iterable[str]) -> None:
-        """Push every invented id into the routing tables of these peers."""
-        for peer in peers:
-            for node_id in self.ids:
-                request = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo(node_id=node_id.to_bytes()))
-                await self._call(peer, PING, request, dht_pb2.PingResponse)
 
     async def store(self, peer: str, key: Any, rows: Sequence[tuple[str, bytes]], expires: float) -> list[bool]:
         """Store records one beside the other."""
@@ -112,7 +102,7 @@ class Stranger:
         return await self._p2p.call_protobuf_handler(PeerID.from_base58(peer), name, request, answer)
 
     def _info(self) -> Any:
-        return dht_pb2.NodeInfo(node_id=self.ids[0].to_bytes())
+        return dht_pb2.NodeInfo(node_id=self.own.to_bytes())
 
     async def _ping(self, _request: Any, _context: Any) -> Any:
         return dht_pb2.PingResponse(peer=self._info(), dht_time=0.0, available=True)
@@ -122,10 +112,10 @@ class Stranger:
         return dht_pb2.StoreResponse(store_ok=[True] * len(request.keys), peer=self._info())
 
     async def _find(self, request: Any, _context: Any) -> Any:
-        nothing = MSGPackSerializer.dumps(DictionaryDHTValue())
-        result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=nothing, expiration_time=float("inf"))
-        result.nearest_node_ids.extend(node_id.to_bytes() for node_id in self.ids)
-        result.nearest_peer_ids.extend([self._p2p.peer_id.to_bytes()] * len(self.ids))
+        result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
+        for peer in self.kind:
+            result.nearest_node_ids.append(node_id_of(peer).to_bytes())
+            result.nearest_peer_ids.append(peer.to_bytes())
         return dht_pb2.FindResponse(results=[result] * len(request.keys), peer=self._info())
 
 

@@ -23,7 +23,7 @@ from noloco_node.accounting.statements import (
     statement_text,
 )
 from noloco_node.aio import Pulse
-from noloco_node.identity.keys import Identity, load_or_create_identity, sign_statement, signed_by
+from noloco_node.identity.keys import Identity, load_or_create_identity, sign_statement
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.pipeline.messages import Ledger
 from noloco_node.tallies import MOST_PEERS
@@ -74,17 +74,6 @@ def write(path: Path, identity: Identity, statement: Work | Receipt) -> None:
     """Append a statement signed by `identity`."""
     text = statement_text(statement)
     ContributionFile(path).append(identity.peer_id, text, sign_statement(identity, text.encode()))
-
-
-def test_a_seal_holds_for_its_signer_and_its_statement_only(owner: Identity, peer: Identity) -> None:
-    """Nothing that comes from outside raises."""
-    seal = sign_statement(owner, b"statement")
-    assert signed_by(owner.peer_id, seal, b"statement")
-    assert not signed_by(owner.peer_id, seal, b"another")
-    assert not signed_by(peer.peer_id, seal, b"statement")
-    for index in range(len(seal)):
-        assert not signed_by(owner.peer_id, seal[:index] + bytes([seal[index] ^ 1]) + seal[index + 1 :], b"statement")
-        assert not signed_by(owner.peer_id, seal[:index], b"statement")
 
 
 def test_work_and_receipts_of_many_lives_add_up(tmp_path: Path, owner: Identity, peer: Identity) -> None:

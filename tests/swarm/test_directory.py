@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
-from hivemind.utils import MSGPackSerializer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.directory.dht import join_directory
-from noloco_node.directory.dht_node import node_id_of
 from noloco_node.directory.records import MOST_SAID, Directory, OwnWord, PeerState, SlotClaim
 from noloco_node.directory.validator import MAX_EXPIRY, RecordValidator, sign_record, stage_key
 from noloco_node.identity.invitations import invite
@@ -32,6 +29,7 @@ from noloco_node.libp2p.start import running_p2p
 from tests.inside import intake_of, node_of, walker_of
 from tests.memory_directory import MemoryDirectory, MemoryDirectoryHub
 from tests.support import eventually, nothing_left_behind
+from tests.swarm.memory_dht import Member, MemoryP2P
 from tests.worlds import record_of
 
 RUN = "run-under-test"
@@ -104,23 +102,29 @@ async def test_everyone_sees_everyone_until_a_newer_record_or_the_end_of_one(nod
     assert live_ids(reader, 0, PeerState.GONE) == {peer}
 
 
-@pytest.mark.daemons
-async def test_a_clock_that_was_ahead_for_a_moment_hides_its_node_no_longer(tmp_path: Path) -> None:
+async def two_members() -> list[Member]:
+    """Two nodes of a DHT in memory."""
+    network: dict[str, MemoryP2P] = {}
+    first = await Member(network).join(RUN, STAGES)
+    return [first, await Member(network).join(RUN, STAGES, first.peer)]
+
+
+async def test_a_clock_that_was_ahead_for_a_moment_hides_its_node_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody holds what it published then, and what it publishes afterwards need not outlive that."""
-    with nothing_left_behind():
-        async with dht_nodes(tmp_path, 2) as [(writer, identity), (reader, _)]:
-            right, ahead = writer.now, lambda: time.time() + 86_400.0
-            writer.now = intake_of(writer).now = ahead
-            await writer.publish(record_of(identity.peer_id, sequence=1), 30)
-            await reader.refresh()
-            assert live_ids(reader, 0) == set()
-            writer.now = intake_of(writer).now = right
-            assert await writer.publish(record_of(identity.peer_id, sequence=2), 30)
-            for directory in (reader, writer):
-                await directory.refresh()
-                [row] = directory.view.stages[0].values()
-                assert row.record.sequence == 2
-                assert row.expires < time.time() + 60.0
+    one, two = await two_members()
+    writer, reader = one.directory, two.directory
+    with monkeypatch.context() as patch:
+        for clock in (writer, intake_of(writer)):
+            patch.setattr(clock, "now", lambda: time.time() + 86_400.0)
+        await writer.publish(record_of(one.peer, sequence=1), 30)
+        await reader.refresh()
+        assert live_ids(reader, 0) == set()
+    assert await writer.publish(record_of(one.peer, sequence=2), 30)
+    for directory in (reader, writer):
+        await directory.refresh()
+        [row] = directory.view.stages[0].values()
+        assert row.record.sequence == 2
+        assert row.expires < time.time() + 60.0
 
 
 async def test_a_hub_that_is_cut_off_keeps_the_last_rows() -> None:
@@ -157,113 +161,36 @@ async def test_a_dead_p2pd_neither_hangs_nor_raises(tmp_path: Path) -> None:
             await directory.close()
 
 
-@pytest.mark.daemons
-async def test_halves_that_forgot_each_other_find_each_other_again(tmp_path: Path) -> None:
+async def test_halves_that_forgot_each_other_find_each_other_again() -> None:
     """As after a partition: neither has the other in its routes, and every record of the other has ended. Both go on
     publishing and reading, and nothing else."""
-    with nothing_left_behind():
-        async with dht_nodes(tmp_path, 2) as nodes:
-            ids = {identity.peer_id for _, identity in nodes}
+    made = await two_members()
+    ids = {member.peer for member in made}
 
-            async def publish_and_read(life: float) -> list[set[str]]:
-                for directory, identity in nodes:
-                    await directory.publish(record_of(identity.peer_id), life)
-                for directory, _ in nodes:
-                    await directory.refresh()
-                return [live_ids(directory, 0) for directory, _ in nodes]
+    async def publish_and_read(life: float) -> list[set[str]]:
+        for member in made:
+            await member.directory.publish(record_of(member.peer), life)
+        for member in made:
+            await member.directory.refresh()
+        return [live_ids(member.directory, 0) for member in made]
 
-            assert await publish_and_read(4.0) == [ids, ids]
-            for directory, _ in nodes:
-                directory._peer_stats.met = lambda _: True  # type: ignore[method-assign]
-                table = node_of(directory).table
-                for node_id in list(table.uid_to_peer_id):
-                    del table[node_id]
-                walker_of(directory).forget()
-                walker_of(directory)._reliable.clear()
-                directory._entrances.clear()
-            await eventually(lambda: not any(live_ids(directory, 0) for directory, _ in nodes), what="records end")
-            alone = await publish_and_read(30.0)
-            assert alone == [{identity.peer_id} for _, identity in nodes]
-            async with asyncio.timeout(45):
-                seen = alone
-                while seen != [ids, ids]:
-                    await asyncio.sleep(0.2)
-                    seen = await publish_and_read(30.0)
-
-
-@pytest.mark.daemons
-async def test_a_hostile_node_harms_no_reader(tmp_path: Path) -> None:
-    """A DHT node without our validator stores under stage keys and others. It stores a validly signed record that does
-    not parse, values without subkey, under reserved subkeys, that are no MessagePack, and under another peer's name.
-    Every honest reader still sees all honest records, in time, and only those."""
-    with nothing_left_behind():
-        async with dht_nodes(tmp_path, 3) as nodes:
-            [address] = node_of(nodes[0][0])._p2p._visible_maddrs
-            evil = load_or_create_identity(tmp_path / "evil.key")
-            settings_ = NodeSettings(initial_peers=(f"{address}/p2p/{nodes[0][1].peer_id}",))
-            for number, (directory, identity) in enumerate(nodes):
-                assert await directory.publish(record_of(identity.peer_id, number % 2), 60)
-            async with running_p2p(settings_, evil) as p2p:
-                own = node_id_of(p2p.hivemind_p2p.peer_id)
-                hostile = await DHTNode.create(p2p=p2p.hivemind_p2p, node_id=own, initial_peers=list(p2p.joined_peers))
-                stored = await store_poison(hostile, evil, nodes[1][1].peer_id, nodes[0][0].now() + 60)
-                assert stored == [], f"honest nodes took {stored}"
-                for directory, _ in nodes:
-                    async with asyncio.timeout(60):
-                        view = await directory.refresh()
-                    honest = {identity.peer_id for _, identity in nodes}
-                    seen = {peer for rows in view.stages for peer in rows}
-                    assert seen == honest
-                await hostile.shutdown()
-
-
-async def store_poison(hostile: Any, evil: Identity, victim: str, expires: float) -> list[str]:
-    """Everything a stranger may try to store at honest nodes; the names of what was accepted by any of them."""
-    key = stage_key(RUN, 0)
-    payload = dataclasses.replace(evil)
-    malformed = sign_payload(payload, key, b"\xff{ no record", expires)
-    other_stage = sign_record(evil, key, record_of(evil.peer_id, 1), expires)
-    good = sign_record(evil, key, record_of(evil.peer_id), expires)
-    attempts: dict[str, tuple[str, Any, Any, float]] = {
-        "signed but malformed": (key, malformed, evil.peer_id, expires),
-        "signed for another stage": (key, other_stage, evil.peer_id, expires),
-        "another expiry": (key, good, evil.peer_id, expires + 1),
-        "another key": (stage_key(RUN, 1), good, evil.peer_id, expires),
-        "another's name": (key, good, victim, expires),
-        "no subkey": (key, good, None, expires + 100),
-        "empty subkey": (key, good, "", expires),
-        "a number for a value": (key, 5, evil.peer_id, expires),
-        "text for a value": (key, "x" * 5000, evil.peer_id, expires),
-        "a key of no stage": ("elsewhere", good, evil.peer_id, expires),
-        "an endless life": (key, good, evil.peer_id, float("inf")),
-    }
-    accepted: list[str] = []
-    for name, (at, value, subkey, until) in attempts.items():
-        async with asyncio.timeout(60):
-            if await hostile.store(at, value, until, subkey=subkey, exclude_self=True):
-                accepted.append(name)
-        # The hostile node answers look-ups with it, too.
-        packed = MSGPackSerializer.dumps(value)
-        hostile.protocol.storage.store(DHTID.generate(source=at), packed, until, subkey=subkey)
-    raw = b"\xc1 is no MessagePack"
-    for peer in list(hostile.protocol.routing_table.uid_to_peer_id.values()):
-        for subkey_bytes in (hostile.protocol.IS_REGULAR_VALUE, MSGPackSerializer.dumps(evil.peer_id), b"\xc1"):
-            hostile.protocol.serializer = _Verbatim
-            answer = await hostile.protocol.call_store(
-                peer, [DHTID.generate(source=key)], [raw], expires, subkeys=[subkey_bytes]
-            )
-            hostile.protocol.serializer = MSGPackSerializer
-            if answer and any(answer):
-                accepted.append(f"raw bytes under {subkey_bytes!r}")
-    return accepted
-
-
-class _Verbatim:
-    """A serializer that leaves bytes as they are."""
-
-    @staticmethod
-    def dumps(value: bytes) -> bytes:
-        return value
+    assert await publish_and_read(0.5) == [ids, ids]
+    for member in made:
+        member.met.met = lambda _: True  # type: ignore[method-assign]
+        table = node_of(member.directory).table
+        for node_id in list(table.uid_to_peer_id):
+            del table[node_id]
+        walker_of(member.directory).forget()
+        walker_of(member.directory)._reliable.clear()
+        member.directory._entrances.clear()
+    await eventually(lambda: not any(live_ids(member.directory, 0) for member in made), what="records end")
+    alone = await publish_and_read(30.0)
+    assert alone == [{member.peer} for member in made]
+    async with asyncio.timeout(45):
+        seen = alone
+        while seen != [ids, ids]:
+            await asyncio.sleep(0.2)
+            seen = await publish_and_read(30.0)
 
 
 def sign_payload(identity: Identity, key: str, payload: bytes, expires: float) -> bytes:

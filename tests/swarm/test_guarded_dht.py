@@ -65,25 +65,13 @@ class BlackHole(Stranger):
 
     def __init__(self, network: dict[str, MemoryP2P], identity: Identity, kind: list[Any]) -> None:
         self.p2p = MemoryP2P(network, identity.peer_id)
-        super().__init__(self.p2p, [])
-        self.kind = kind
-        self.own = node_id_of(self.p2p.peer_id)
+        super().__init__(self.p2p, kind)
 
     async def enter(self, made: list[Member]) -> None:
         """Answer from now on, and make itself known to everybody."""
         await self.answer()
         for member in made:
             await self._call(member.peer, PING, pb.PingRequest(peer=self._info()), pb.PingResponse)
-
-    def _info(self) -> Any:
-        return pb.NodeInfo(node_id=self.own.to_bytes())
-
-    async def _find(self, request: Any, _context: Any) -> Any:
-        result = pb.FindResult(type=pb.NOT_FOUND)
-        for peer in self.kind:
-            result.nearest_node_ids.append(node_id_of(peer).to_bytes())
-            result.nearest_peer_ids.append(peer.to_bytes())
-        return pb.FindResponse(results=[result] * len(request.keys), peer=self._info())
 
 
 def ground(count: int, made: list[Member]) -> list[Identity]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -21,8 +20,6 @@ from hivemind.proto import crypto_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from noloco_node.config.node_settings import NodeSettings
-from noloco_node.directory.dht import DhtDirectory, join_directory
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.identity.keys import (
     BACKUP_LABEL,
@@ -39,10 +36,7 @@ from noloco_node.identity.keys import (
     write_new_private_file,
 )
 from noloco_node.identity.peer_id import PeerId
-from noloco_node.libp2p.daemon import PrivateP2P
-from noloco_node.libp2p.start import running_p2p, start_p2p
-from tests.support import nothing_left_behind
-from tests.worlds import record_of
+from noloco_node.libp2p import start as p2pd_start
 
 PASSPHRASE = b"correct horse battery"
 
@@ -240,54 +234,14 @@ def test_a_private_file_is_new_or_not_written(
     assert os.listdir(path.parent) == ["file"]
 
 
-@pytest.mark.daemons
-async def test_a_crashed_node_comes_straight_back_while_its_old_record_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A record in the directory is no proof of life: a peer that does not answer is not there. The node that came back
-    is listed anew. A twin of it is still named, even if the first look for it finds nobody."""
-    key, run, life = tmp_path / "key", "run-under-test", 600.0
-    looks, connect = list[str](), PrivateP2P.connect
+async def test_a_twin_is_found_though_the_first_look_for_it_finds_nobody() -> None:
+    """The nameless p2pd that asks has met the swarm a moment ago."""
+    answers: list[str | None] = ["routing: not found", None]
 
-    async def connect_at_the_second_try(p2p: PrivateP2P, peer: PeerId, addresses: Sequence[str] = ()) -> str | None:
-        if not addresses:
-            looks.append(peer)
-            if len(looks) == 1:
-                return "routing: not found"
-        return await connect(p2p, peer, addresses)
+    async def connect(_peer: PeerId) -> str | None:
+        return answers.pop(0)
 
-    other = load_or_create_identity(tmp_path / "other")
-
-    async def publish(directory: DhtDirectory, sequence: int) -> None:
-        record = record_of(load_identity(key).peer_id, sequence=sequence)
-        assert await directory.publish(record, life)
-
-    async def listed(directory: DhtDirectory) -> list[int]:
-        return [record.sequence for record in (await directory.refresh()).live(0, directory.now())]
-
-    with nothing_left_behind():
-        async with running_p2p(NodeSettings(), other) as entrance:
-            watcher = await join_directory(entrance, other, run, 1)
-            settings = NodeSettings(initial_peers=tuple(entrance.visible_addresses()))
-            async with running_p2p(settings, load_or_create_identity(key)) as first:
-                directory = await join_directory(first, load_identity(key), run, 1)
-                await publish(directory, 1)
-                os.kill(first.pid, signal.SIGKILL)
-                await first.wait_until_dead()
-                await directory.close()
-            assert await listed(watcher) == [1]
-            async with running_p2p(settings, load_or_create_identity(key)) as second:
-                assert second.own_id == load_identity(key).peer_id
-                assert await listed(watcher) == [1], "the old record lives on"
-                directory = await join_directory(second, load_identity(key), run, 1)
-                await publish(directory, 2)
-                assert await listed(watcher) == [2]
-                shutil.copy(key, tmp_path / "copy")
-                monkeypatch.setattr(PrivateP2P, "connect", connect_at_the_second_try)
-                with pytest.raises(UserError) as caught:
-                    await start_p2p(settings, load_or_create_identity(tmp_path / "copy"))
-                assert caught.value.exit_code is ExitCode.IDENTITY_TAKEN
-                assert load_identity(key).peer_id in caught.value.message
-                assert looks == [second.own_id] * 2
-                await directory.close()
-            await watcher.close()
+    probe: Any = SimpleNamespace(connect=connect)
+    assert await p2pd_start._is_found(probe, PeerId("a-twin"))
+    answers += ["routing: not found"] * 3
+    assert not await p2pd_start._is_found(probe, PeerId("a-twin"))

@@ -65,17 +65,6 @@ async def test_looking_at_a_full_stage_is_paid_for_also_where_the_answer_has_no_
     assert looked <= 1 + ASKED_BYTES / (400 * 450)
 
 
-async def test_long_records_are_paid_for_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key has few of them."""
-    monkeypatch.setattr(guarded_dht, "ASKED_BYTES_A_SECOND", 0.0)
-    made = await members(2)
-    fill(made[0], 60, octets=3000)
-    stranger, given = Stranger(MemoryP2P(made[0].p2p.network, throw_away_key().peer_id), []), 0
-    for _ in range(150):
-        given += sum(len(result.value) for result in (await stranger.find(made[0].peer, [KEY])).results)
-    assert 0.8 * ASKED_BYTES < given < ASKED_BYTES + guarded_dht.ANSWER_BYTES
-
-
 def fill(member: Member, count: int, octets: int = 450) -> None:
     """Have it hold records that their signers brought, of the usual size if nothing else is said."""
     node = node_of(member.directory)
