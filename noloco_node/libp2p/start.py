@@ -141,12 +141,12 @@ async def _check_identity_free(settings: NodeSettings, identity: Identity, peers
     if own:
         raise identity_taken(identity.path, f"the initial peer {own[0].text}")
     async with _nameless(settings, peers) as probe:
-        answered = await _is_found(probe, identity.peer_id)
+        answered = await is_found(probe, identity.peer_id)
     if answered:
         raise identity_taken(identity.path, f"a live node of the swarm (peer id {identity.peer_id})")
 
 
-async def _is_found(probe: PrivateP2P, peer: PeerId) -> bool:
+async def is_found(probe: PrivateP2P, peer: PeerId) -> bool:
     """Whether a peer answers to a probe that may have met the swarm a moment ago: it is looked for more than once."""
     try:
         async with asyncio.timeout(REACH_SECONDS):

@@ -101,22 +101,23 @@ class Stranger:
     async def _call(self, peer: str, name: str, request: Any, answer: Any) -> Any:
         return await self._p2p.call_protobuf_handler(PeerID.from_base58(peer), name, request, answer)
 
-    def _info(self) -> Any:
+    def info(self) -> Any:
+        """What it says of itself."""
         return dht_pb2.NodeInfo(node_id=self.own.to_bytes())
 
     async def _ping(self, _request: Any, _context: Any) -> Any:
-        return dht_pb2.PingResponse(peer=self._info(), dht_time=0.0, available=True)
+        return dht_pb2.PingResponse(peer=self.info(), dht_time=0.0, available=True)
 
     async def _store(self, request: Any, _context: Any) -> Any:
         self.stored += len(request.keys)
-        return dht_pb2.StoreResponse(store_ok=[True] * len(request.keys), peer=self._info())
+        return dht_pb2.StoreResponse(store_ok=[True] * len(request.keys), peer=self.info())
 
     async def _find(self, request: Any, _context: Any) -> Any:
         result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
         for peer in self.kind:
             result.nearest_node_ids.append(node_id_of(peer).to_bytes())
             result.nearest_peer_ids.append(peer.to_bytes())
-        return dht_pb2.FindResponse(results=[result] * len(request.keys), peer=self._info())
+        return dht_pb2.FindResponse(results=[result] * len(request.keys), peer=self.info())
 
 
 def key_ids(run: str, stages: int) -> list[Any]:

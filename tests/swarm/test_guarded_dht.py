@@ -71,7 +71,7 @@ class BlackHole(Stranger):
         """Answer from now on, and make itself known to everybody."""
         await self.answer()
         for member in made:
-            await self._call(member.peer, PING, pb.PingRequest(peer=self._info()), pb.PingResponse)
+            await self._call(member.peer, PING, pb.PingRequest(peer=self.info()), pb.PingResponse)
 
 
 def ground(count: int, made: list[Member]) -> list[Identity]:
@@ -124,7 +124,7 @@ def lying(stranger: BlackHole, pairs: list[tuple[Any, Any]]) -> Any:
         for node_id, peer in pairs:
             result.nearest_node_ids.append(node_id.to_bytes())
             result.nearest_peer_ids.append(peer.to_bytes())
-        return pb.FindResponse(results=[result] * len(request.keys), peer=stranger._info())
+        return pb.FindResponse(results=[result] * len(request.keys), peer=stranger.info())
 
     return find
 
@@ -334,7 +334,7 @@ async def test_one_initial_peer_that_turns_this_node_away_does_not_keep_it_out()
     liar = BlackHole(network, throw_away_key(), [])
 
     async def ping(_request: Any, _context: Any) -> Any:
-        return pb.PingResponse(peer=liar._info(), dht_time=1.0, available=False)
+        return pb.PingResponse(peer=liar.info(), dht_time=1.0, available=False)
 
     liar._ping = ping  # type: ignore[method-assign]
     await liar.answer()
@@ -391,11 +391,11 @@ async def test_call_backs_that_hang_hold_up_no_calls_of_a_nodes_own() -> None:
 
     async def hang(_request: Any, _context: Any) -> Any:
         await hung.wait()
-        return pb.PingResponse(peer=stranger._info(), dht_time=0.0, available=True)
+        return pb.PingResponse(peer=stranger.info(), dht_time=0.0, available=True)
 
     stranger._ping = hang  # type: ignore[method-assign]
     await stranger.answer()
-    request = pb.PingRequest(peer=stranger._info(), validate=True)
+    request = pb.PingRequest(peer=stranger.info(), validate=True)
     asking = [asyncio.create_task(stranger._call(made[0].peer, PING, request, pb.PingResponse)) for _ in range(300)]
     async with asyncio.timeout(60.0):
         await publish(made, 1)

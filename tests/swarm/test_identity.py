@@ -242,6 +242,6 @@ async def test_a_twin_is_found_though_the_first_look_for_it_finds_nobody() -> No
         return answers.pop(0)
 
     probe: Any = SimpleNamespace(connect=connect)
-    assert await p2pd_start._is_found(probe, PeerId("a-twin"))
+    assert await p2pd_start.is_found(probe, PeerId("a-twin"))
     answers += ["routing: not found"] * 3
-    assert not await p2pd_start._is_found(probe, PeerId("a-twin"))
+    assert not await p2pd_start.is_found(probe, PeerId("a-twin"))
