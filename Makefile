@@ -60,7 +60,7 @@ test: style
 	@$(MAKE) --no-print-directory -j2 types parts
 
 parts: $(STAMP)
-	$(BIN)/python -m tests.parts "$(DAEMONS)" "$(MORE_DAEMONS)" "$(PROGRAM)" "$(SWARM)" "$(THE_REST)" \
+	@$(BIN)/python -m tests.parts "$(DAEMONS)" "$(MORE_DAEMONS)" "$(PROGRAM)" "$(SWARM)" "$(THE_REST)" \
 	  "$(TRAINING)" "$(STILL_MORE_SWARM)" "$(MORE_SWARM)" "$(MORE_PROGRAM)"
 
 # All examples of the fuzzers, whole runs at full length, every process spawned.
