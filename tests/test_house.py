@@ -5,10 +5,10 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_486,
-    "lines of the tests": 60_948,
+    "lines of the package": 59_495,
+    "lines of the tests": 60_949,
     "lines of benchmarks and deploy": 4_915,
-    "module-level numbers": 328,
+    "module-level numbers": 330,
     "files of the package": 278,
     "files of the package below 60 lines": 33,
     "kB of Markdown": 299,

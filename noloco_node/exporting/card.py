@@ -65,7 +65,7 @@ def model_card(
             "",
             *_made_of(used),
             "",
-            "Tokens count those of the whole swarm. Replicas of a stage, where there are several, were averaged.",
+            "Tokens count those of the whole swarm." + _averaged(used),
             "",
             *REPORTED,
             "",
@@ -77,6 +77,10 @@ def model_card(
             "",
         ]
     )
+
+
+def _averaged(used: Mapping[int, Sequence[SavedReplica]]) -> str:
+    return " Several replicas of a stage were averaged." if any(len(one) > 1 for one in used.values()) else ""
 
 
 def _how_to_load(has_tokenizer: bool) -> Iterator[str]:

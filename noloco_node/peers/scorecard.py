@@ -43,6 +43,9 @@ ASKS_REMEMBERED = 4 * ASKS_ALLOWED
 """The number of latest asks for work that are remembered of peers without work so far."""
 FAILURE_ASKS = 6
 """Work that a peer was given and that came to nothing counts as so many asks: the third in a row is too many."""
+REST_AN_ASK = 0.25
+"""A peer rests for this part of the time that it was asked in vain, or as a banned peer if that is more. The rest
+doubles with each failed chance. With more of it a fast replica leaves out a fifth of slow honest ones."""
 
 
 class Offence(StrEnum):
@@ -299,9 +302,8 @@ class PeerStats:
         known.asks += asks
 
     def _rests(self, known: Scorecard) -> bool:
-        """Whether a peer that was asked in vain is still left alone: for as long as it was asked, or as a banned peer
-        if that is more, and twice as long with each failed chance."""
-        rest = Doubling(max(BANS.first, known.asked_at - known.asks_began_at), math.inf)
+        """Whether a peer that was asked in vain is still left alone."""
+        rest = Doubling(max(BANS.first, REST_AN_ASK * (known.asked_at - known.asks_began_at)), math.inf)
         return self._clock() - known.asked_at < rest.after(known.chances)
 
     def asks_lately(self) -> tuple[int, int]:

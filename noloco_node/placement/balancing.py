@@ -21,7 +21,6 @@ from noloco_node.directory.records import SERVING, DirectoryView, PeerRecord, Pe
 from noloco_node.directory.summary import CREDIBLE_STRENGTH
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.peers.scorecard import PeerStats
-from noloco_node.tallies import SLACK
 
 COUNTED = (PeerState.JOINING, PeerState.TRAINING, PeerState.FINISHING)
 
@@ -32,6 +31,9 @@ DAMPING = 0.5
 """Share of a stage's surplus that moves at each look, on average: views are stale, and all look at the same time."""
 CLEAR_GAIN = 0.5
 """The poorer of the two stages must gain at least this much of what the moving node brings."""
+ABOUT_AS_POOR = 1.25
+"""A joiner whose line has a bound takes stages for equals up to so many times the least throughput. Without it the line
+would decide only where nobody serves yet."""
 RESCUE_SLOT_SECONDS = 5.0
 """Each next candidate waits so many seconds longer before it moves to a lost stage: long enough to see that another
 did."""
@@ -64,6 +66,7 @@ class Supply:
 
     @property
     def throughput(self) -> list[float]:
+        """Tokens/s of each stage."""
         return [strength / work for strength, work in zip(self.strength, self.work, strict=True)]
 
     @property
@@ -148,11 +151,11 @@ def choose_stage(
     """For a joiner: of the stages that fit it the one with the smallest throughput; at random among equals.
 
     `line_seconds` says what a microbatch takes of the joiner's line at each stage, if its line has a bound. Stages that
-    are about as poor as the poorest (`SLACK`) are equals then, and the one that costs the line least is taken.
+    are about as poor as the poorest are equals then, and the one that costs the line least is taken.
     """
     throughput, stages = supply.throughput, sorted(fitting)
     if any(line_seconds):
-        poor = SLACK * min(throughput[stage] for stage in stages)
+        poor = ABOUT_AS_POOR * min(throughput[stage] for stage in stages)
         stages = [stage for stage in stages if throughput[stage] <= poor]
         cheapest = min(line_seconds[stage] for stage in stages)
         stages = [stage for stage in stages if line_seconds[stage] <= cheapest]

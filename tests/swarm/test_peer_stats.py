@@ -14,6 +14,7 @@ from noloco_node.peers.scorecard import (
     ANSWER_SECONDS,
     ASKS_ALLOWED,
     FAILURE_ASKS,
+    REST_AN_ASK,
     SILENCES_TOLERATED,
     WORK_SECONDS,
     Bans,
@@ -130,7 +131,7 @@ def test_exchanges_that_broke_three_times_in_a_row_part_two_peers_for_a_while_on
             assert not known.failed(PEER)
             clock.now += 200.0
             known.idle(PEER)
-        rest = 400.0 * 2.0**chance
+        rest = REST_AN_ASK * 400.0 * 2.0**chance
         clock.now += rest - 1.0
         assert known.failed(PEER)
         clock.now += 1.0
