@@ -5,13 +5,13 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_495,
-    "lines of the tests": 60_949,
+    "lines of the package": 59_501,
+    "lines of the tests": 60_964,
     "lines of benchmarks and deploy": 4_915,
     "module-level numbers": 330,
     "files of the package": 278,
     "files of the package below 60 lines": 33,
-    "kB of Markdown": 299,
+    "kB of Markdown": 300,
     "kB of results in docs": 139,
     "decision records": 40,
 }

@@ -195,16 +195,16 @@ class Responder:
         if not side.engagement.holds(session, Phase.ANSWERING):
             raise Refused(Refusal.UNKNOWN_EXCHANGE, "already committed here")
 
-        def work() -> Tensor:
+        def work() -> tuple[Tensor, bool]:
             own = outer.encoded_chunk(header.index)
-            session.add_once(header.index, lambda: outer.add_chunk(header.index, taken))
-            return own
+            return own, session.add_once(header.index, lambda: outer.add_chunk(header.index, taken))
 
         try:
-            own = await side.arithmetic.do(work)
+            own, new = await side.arithmetic.do(work)
         except NotFinite as error:
             raise self._broken_off(session, failure_of(error), own=not await side.arithmetic.own_is_finite()) from None
-        session.moved((own,), (taken,))
+        if new:  # or a dialler that repeats a chunk would hold this replica for as long as it likes
+            session.moved((own,), (taken,))
         if session.added == outer.chunks and side.engagement.holds(session, Phase.ANSWERING):
             side.engagement.go_on(session, Change.COMPLETE)
             self._complete.put_nowait(session)

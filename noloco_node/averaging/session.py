@@ -188,11 +188,13 @@ class Session:
         self.bound = bound
         self.moved(own, others)
 
-    def add_once(self, index: int, work: Callable[[], None]) -> None:
-        """On the arithmetic's thread: take in the partner's chunk, unless that was done."""
-        if index not in self._added:
-            work()
-            self._added.add(index)
+    def add_once(self, index: int, work: Callable[[], None]) -> bool:
+        """On the arithmetic's thread: take in the partner's chunk, unless that was done. True where it was new."""
+        if index in self._added:
+            return False
+        work()
+        self._added.add(index)
+        return True
 
     def moved(self, own: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         """These tensors of each side have gone over."""

@@ -80,10 +80,12 @@ class PauseSwitch:
         return f"paused until {begins} (node.hours): device and line are free; noloco-node resume goes on at once"
 
     async def begins(self) -> None:
+        """Wait until the node is to rest."""
         while not self.rests:
             await self._changed.wait()
 
     async def ends(self) -> None:
+        """Wait until the node is to work."""
         while self.rests:
             await self._changed.wait()
 

@@ -63,6 +63,7 @@ class Sight:
 
 
 def verdict(sight: Sight) -> RunVerdict:
+    """Whether the run is over for this replica."""
     if sight.ended:
         return RunVerdict.OVER
     if sight.idle <= sight.patience:
@@ -166,6 +167,7 @@ class EndOfRun:
         return self._is_near(furthest) and (bool(self._finished) or not training)
 
     def look(self) -> Sight:
+        """What this replica knows now."""
         now, seen = self._now(), self._seen()
         held_up = self._held_up()
         idle = self._idle(now, held_up)

@@ -190,6 +190,21 @@ async def test_nobody_else_can_speak_in_an_exchange() -> None:
         await right.averaging.responder.handle_chunk(STRANGER, *first)
 
 
+async def test_a_chunk_that_comes_again_is_no_progress() -> None:
+    """A dialler that repeats one is given up as one that says nothing, and cannot hold the replica without end."""
+    async with two_replicas() as (_, _, right):
+        await propose(right)
+        responder = right.averaging.responder
+        await responder.handle_open(STRANGER, *opening(right))
+        await responder.handle_chunk(STRANGER, *chunk(right, 0))
+        session = right.averaging.side.engagement.session
+        assert session is not None
+        assert session.added < right.worker.outer.chunks
+        moved = (session.sent, session.received, session.last_progress)
+        await responder.handle_chunk(STRANGER, *chunk(right, 0))
+        assert (session.sent, session.received, session.last_progress) == moved
+
+
 async def test_an_opening_that_was_given_up_meanwhile_touches_no_buffer() -> None:
     """The snapshot took longer than the exchange lived: the buffers may belong to another outer step by then."""
     async with two_replicas() as (_, _, right):
