@@ -23,7 +23,7 @@ from noloco_node.training.progress import LastTrained
 from noloco_node.transport.calls import ATTEMPTS, QUESTION_SECONDS
 
 MOST_TRIED = 3
-"""Of slow donors, and of strangers' copies of a stage, so many are tried before the best is kept."""
+"""At most so many slow donors, or strangers' copies of a stage, are tried before the best is kept."""
 WAIT_SECONDS = ATTEMPTS * QUESTION_SECONDS
 """A refused peer keeps its turn for as long as a question may take. Longer turns of absent peers would block places."""
 WHOLE_SECONDS = 900.0

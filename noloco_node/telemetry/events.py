@@ -577,8 +577,8 @@ def read_events(path: Path) -> list[AnyEvent]:
 OF_A_LIFE = 1.0 / 1800.0
 """Two accounts in a node's file lie this part of its life apart: within the first hour all are there."""
 TOLD_SECONDS = 60.0
-"""So many seconds old at most are a node's last account in its file, its log's last line, and the steps behind its
-speeds. One account in two seconds, as they are made, would be 41 MB a day."""
+"""A node's last account in its file, its log's last line, and the steps behind its speeds are at most so many seconds
+old. One account in two seconds, as they are made, would be 41 MB a day."""
 
 
 class Diary:
