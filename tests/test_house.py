@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.house import journeys, sizes
 
 BOUNDS = {
-    "lines of the package": 59_501,
-    "lines of the tests": 60_964,
+    "lines of the package": 59_512,
+    "lines of the tests": 60_965,
     "lines of benchmarks and deploy": 4_915,
     "module-level numbers": 330,
     "files of the package": 278,

@@ -59,10 +59,15 @@ def bounded(document: Document) -> Iterator[Document]:
         yield document
         return
     while start < len(text):
-        end = start + LONGEST_TEXT // 16
-        end = text.rfind("\n", start, end) + 1 or end
+        end = _piece_end(text, start)
         yield Document(f"{document.key}@{start}", text[start:end])
         start = end
+
+
+def _piece_end(text: str, start: int) -> int:
+    """Where a piece that begins at `start` ends: behind its last line end, or else at its full length."""
+    end = start + PIECE_LENGTH
+    return text.rfind("\n", start, end) + 1 or end
 
 
 def first_look(file: SourceFile, field: str) -> None:
@@ -192,7 +197,7 @@ def _text(file: SourceFile, _field: str) -> Iterator[Document]:
             return
         start = 0
         while text:
-            cut = text.rfind("\n", 0, PIECE_LENGTH) + 1 or PIECE_LENGTH
+            cut = _piece_end(text, 0)
             yield Document(f"{file.key}@{start}", text[:cut])
             start += len(text[:cut])
             text = text[cut:]

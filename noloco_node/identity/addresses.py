@@ -26,7 +26,7 @@ _ADDRESS = re.compile(
 CONNECT_SECONDS = 3.0
 """A port opens, or this node's own p2pd answers, within so many seconds."""
 REACH_SECONDS = 10.0
-"""Whoever must be found or dialled first, a router or a relay answers within so many seconds."""
+"""A router, a relay, or a peer that must be found or dialled first answers within so many seconds."""
 MOST_ADDRESSES = 4
 """The most addresses that are kept of one peer."""
 LONGEST_ADDRESS = 256

@@ -23,6 +23,7 @@ IN_CACHE = 1 << 16
 
 
 def on_host(device: torch.device) -> bool:
+    """Whether its memory is the host's."""
     return device.type == HOST.type
 
 

@@ -139,6 +139,7 @@ def usual_strength(servers: Sequence[Server]) -> float:
 
 
 def supply_of(servers: Sequence[Server], work: Sequence[float]) -> Supply:
+    """Sum the nodes up by stage."""
     totals = [0.0] * len(work)
     for server in servers:
         totals[server.stage] += server.strength * server.stands_for

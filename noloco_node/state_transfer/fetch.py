@@ -115,6 +115,7 @@ CHUNK = Method("state.chunk", StateRequest, Nothing, at_once=64)
 
 
 def digest(data: memoryview | bytes | bytearray) -> bytes:
+    """The hash of a chunk."""
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
@@ -264,6 +265,7 @@ async def pack(worker: StageWorker, sizes: Sizes, folder: Path | None) -> tuple[
 
 
 def packed_size(sizes: Sizes) -> int:
+    """Bytes of a state with these tensors."""
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in sizes.values())
 
 

@@ -125,6 +125,7 @@ def load_slow(folder: Path) -> dict[str, Tensor]:
 
 
 def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

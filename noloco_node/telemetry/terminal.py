@@ -81,8 +81,8 @@ class NodeDisplay:
         self._console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Draw a last time, and leave that on the terminal, if it is still there: whoever hung up had a node that left
-        in order say that it had failed."""
+        """Draw a last time, and leave that on the terminal, if it is still there. A terminal that was closed made a
+        node that left in order say that it had failed."""
         if self._live is not None:
             with contextlib.suppress(OSError):
                 self._live.stop()

@@ -41,6 +41,7 @@ GRADIENT = "gradient"
 
 
 def sizes_of(tensors: Mapping[str, Tensor]) -> Sizes:
+    """Their dtypes and shapes."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 

@@ -185,6 +185,7 @@ def test_a_column_that_no_row_has_is_refused_before_all_is_read(tmp_path: Path) 
 def test_a_row_as_long_as_a_library_is_cut_as_a_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One could take all memory of a machine. Nothing of it is lost, and lines stay whole where they can."""
     monkeypatch.setattr("noloco_node.data.loaders.LONGEST_TEXT", 1600)
+    monkeypatch.setattr("noloco_node.data.loaders.PIECE_LENGTH", 100)
     long = "".join(f"line {number}\n" for number in range(200)) + "x" * 500
     (tmp_path / "rows.jsonl").write_bytes(lines(["short", long]))
     short, *pieces = read_documents(text_spec(tmp_path / "rows.jsonl"))
