@@ -1,13 +1,15 @@
 """A paced daemon that also writes down what it sees and does.
 
 It notes the peers that each look at the directory showed, and the banned ones. It also notes the peers
-that it asked for an exchange, a state or a copy, and the strangers that were there to be asked. Run as `python -m
-tests.chaos.watched_node run ...`; the file is named in the environment. Beside it lies the list of the honest nodes,
-once that is known.
+that it asked for an exchange, a state or a copy, and the strangers that were there to be asked. The loop lag in its
+books is its own alone. What its thread waited for a core goes to the notes, since this machine has few.
+Run as `python -m tests.chaos.watched_node run ...`; the file is named in the environment. Beside it lies the list of
+the honest nodes, once that is known.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -15,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any, cast
 
+from noloco_node import ambient
+from noloco_node.aio import LoopLag
 from noloco_node.averaging import session as exchange_messages
 from noloco_node.directory.dht import DhtDirectory
 from noloco_node.directory.live_estimate import is_there
@@ -33,12 +37,31 @@ HONEST = "honest.json"
 """Peer ids of the honest nodes, in the folder above that of the file."""
 ASKED = (exchange_messages.PROPOSE.name, state_messages.OFFER.name, copy_messages.OPEN_COPY.name)
 """Requests that a node makes of a peer of its own choice."""
+LAG_SECONDS = 0.5
 
 
 def write(**entry: Any) -> None:
     """One line, with the wall time."""
     with Path(os.environ[WATCHED]).open("a") as file:
         file.write(json.dumps({"time": time.time(), **entry}) + "\n")
+
+
+def waited_for_a_core() -> float:
+    """Seconds that this thread could have run, and that the kernel gave to others."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+async def measure(self: LoopLag) -> None:
+    """See `LoopLag.measure`."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due, before = loop.time() + ambient.SOON_SECONDS, waited_for_a_core()
+        await asyncio.sleep(ambient.SOON_SECONDS)
+        lag = loop.time() - due
+        own = lag - (waited_for_a_core() - before)
+        if lag >= LAG_SECONDS:
+            write(lag=lag, own=own)
+        cast("Any", self)._worst = max(cast("Any", self)._worst, own)
 
 
 def watch() -> None:
@@ -66,6 +89,7 @@ def watch() -> None:
             write(asked=method, peer=peer)
         return await call(self, peer, method, request, **limits)
 
+    LoopLag.measure = measure
     DhtDirectory.refresh = seen
     Transport.call = noted
     Bans.offended = judged

@@ -35,12 +35,12 @@ from tests.chaos.paced_node import DOOR, READY, open_door
 from tests.chaos.report import Verdict
 from tests.chaos.stranger import KEYS, LIVES
 from tests.chaos.swarm import CONFIG, Node, Place, Swarm
-from tests.chaos.watched_node import HONEST, WATCHED
+from tests.chaos.watched_node import HONEST, LAG_SECONDS, WATCHED
 
 LOSS_RATIO = 1.03
 MOST_MEMORY = 100 * 2**20 / 1e6
 """MB that a node and its p2pd may take more than at the same time in the clean arm."""
-LAG_SECONDS, LAG_SHARE = 0.5, 0.99
+LAG_SHARE = 0.99
 AFTER_SHARE = 0.05
 AVERAGING_SHARE = 0.9
 TELLING_SECONDS = 60.0
@@ -443,7 +443,13 @@ def _judge_burden(clean: Arm, attacked: Arm, verdict: Verdict) -> None:
     found = f"{shares['attacked']:.4f} of {len(lags['attacked'])}, worst {worst['attacked']:.2f} s; clean: " + (
         f"{shares['clean']:.4f}, worst {worst['clean']:.2f} s"
     )
-    verdict.demand(f"{LAG_SHARE:.0%} of loop lags are below {LAG_SECONDS} s", shares["attacked"] >= LAG_SHARE, found)
+    verdict.demand(
+        f"{LAG_SHARE:.0%} of loop lags of its own are below {LAG_SECONDS} s", shares["attacked"] >= LAG_SHARE, found
+    )
+    verdict.figures[f"lags over {LAG_SECONDS} s with what the kernel gave to others"] = {
+        arm.name: float(sum("lag" in line for node in arm.core for line in arm.watched(node, "attack")))
+        for arm in (clean, attacked)
+    }
     during = {arm.name: stage_rate(arm.core, *arm.spans["attack"]) for arm in (clean, attacked)}
     verdict.figures["tokens/s during the attack"] = during
 
