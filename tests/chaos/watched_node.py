@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from noloco_node import ambient
+from noloco_node.accounting import stats
 from noloco_node.aio import LoopLag
 from noloco_node.averaging import session as exchange_messages
 from noloco_node.directory.dht import DhtDirectory
@@ -51,17 +52,26 @@ def waited_for_a_core() -> float:
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
-async def measure(self: LoopLag) -> None:
-    """See `LoopLag.measure`."""
-    loop = asyncio.get_running_loop()
-    while True:
-        due, before = loop.time() + ambient.SOON_SECONDS, waited_for_a_core()
-        await asyncio.sleep(ambient.SOON_SECONDS)
-        lag = loop.time() - due
-        own = lag - (waited_for_a_core() - before)
-        if lag >= LAG_SECONDS:
-            write(lag=lag, own=own)
-        cast("Any", self)._worst = max(cast("Any", self)._worst, own)
+class OwnLag(LoopLag):
+    """Without the time in which the loop's thread waited for a core."""
+
+    own = 0.0
+
+    async def measure(self) -> None:
+        """See `LoopLag.measure`."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due, before = loop.time() + ambient.SOON_SECONDS, waited_for_a_core()
+            await asyncio.sleep(ambient.SOON_SECONDS)
+            lag = loop.time() - due
+            self.own = max(self.own, lag - (waited_for_a_core() - before))
+            if lag >= LAG_SECONDS:
+                write(lag=lag)
+
+    def take(self) -> float:
+        """See `LoopLag.take`."""
+        worst, self.own = self.own, 0.0
+        return worst
 
 
 def watch() -> None:
@@ -89,7 +99,7 @@ def watch() -> None:
             write(asked=method, peer=peer)
         return await call(self, peer, method, request, **limits)
 
-    LoopLag.measure = measure
+    stats.LoopLag = OwnLag
     DhtDirectory.refresh = seen
     Transport.call = noted
     Bans.offended = judged
