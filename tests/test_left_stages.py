@@ -14,6 +14,7 @@ from noloco_node.averaging.session import PROPOSE
 from noloco_node.directory.records_call import RECORDS
 from noloco_node.identity.peer_id import PeerId
 from noloco_node.node.checkpointing import CheckpointKeeper
+from noloco_node.node.journey import spare_the_collector
 from noloco_node.node.replica import Replica
 from noloco_node.peers.scorecard import Offence
 from noloco_node.state_transfer.fetch import OFFER
@@ -139,3 +140,21 @@ async def test_a_request_that_outlives_its_replica_is_told_that_it_has_left(capl
             await asked
         assert refused.value.reason is Refusal.DRAINING
         assert not caplog.records
+
+
+def test_what_is_left_of_a_stay_can_be_freed_after_the_next_has_begun() -> None:
+    """The replica of the stay before a pause was still held as the next began, and frozen then: each pause of a node
+    left one there for good, with the answers that it kept."""
+
+    class Left:
+        """Holds itself, as a replica does."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    left = Left()
+    reference = weakref.ref(left)
+    spare_the_collector(first=False)
+    del left
+    gc.collect()
+    assert reference() is None

@@ -138,8 +138,7 @@ class ReplicaCourse:
         return not (reached or self._over or self.stop.is_set())
 
     async def _last_outer_step(self) -> None:
-        """Average once more with a peer that is still there, and stay for stage peers that have not had their last
-        step."""
+        """Average once more with a peer that is still there, and stay for stage peers that lack their last step."""
         membership, moved = self._membership, self._context.moved
         self._averaging.side.begin_last_round()
         await membership.announce(PeerState.FINISHING)

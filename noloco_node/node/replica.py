@@ -296,8 +296,7 @@ class Replica:
         )
 
     def _origins_lead(self) -> float | None:
-        """The lead of the origins as of now: what was heard before the clock was last shifted would add the shift to
-        it."""
+        """The lead of the origins as of now: what was heard before the clock's last shift would add that to it."""
         lead = self.pipeline.server.origins_seen.lead(self.worker.shifted_at)
         return self.worker.origins_lead if lead is None else lead
 

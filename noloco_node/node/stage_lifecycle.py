@@ -298,8 +298,7 @@ class StageLifecycle:
             replica.stop.set()
 
     def _shut(self, replica: Replica) -> list[PeerId]:
-        """Peers that answer at the next stage, where nothing gets through to it and a stage peer that works stays
-        here."""
+        """Peers that answer at the next stage, where nothing gets through to it and a working stage peer stays."""
         members = replica.membership
         if not replica.pipeline.next_stage_shut or not any(map(self._known.has_worked, members.counted_stage_peers())):
             return []
