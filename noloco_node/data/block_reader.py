@@ -189,7 +189,7 @@ class BlockReader:
                 self._passed_over += 1
                 found.append(
                     f"the rest of '{name}'{source} is passed over ({self._passed_over} so far), and training goes on "
-                    f"with other text: {why.message}; {why.remedy}"
+                    f"with other text: {why}"
                 )
         return found
 
@@ -253,7 +253,7 @@ class _RowReader:
         self._failed_blocks: set[int] = set()
         self._sound = False
         """Whether a window was read: a hub or disk that then fails comes back, and the node waits for it."""
-        self._broken: dict[str, UserError] = {}
+        self._broken: dict[str, str] = {}
         self._told: set[str] = set()
         """Names of these that were asked for."""
         self.closed = False
@@ -276,8 +276,8 @@ class _RowReader:
                 yield last, passed
                 passed = []
 
-    def broken_off(self) -> list[tuple[str, UserError]]:
-        """Names of what broke off first since it was asked for last, and why."""
+    def broken_off(self) -> list[tuple[str, str]]:
+        """Names of what broke off first since it was asked for last, and why; an error would hold what was read."""
         with self._changed:
             found = [(name, why) for name, why in self._broken.items() if name not in self._told]
             self._told.update(self._broken)
@@ -313,7 +313,7 @@ class _RowReader:
             if not self._sound and len(self._failed_blocks) >= min(self._blocks.count, MOST_FAILED):
                 raise
             with self._changed:
-                self._broken.setdefault(self._blocks.name(turn.block), error)
+                self._broken.setdefault(self._blocks.name(turn.block), f"{error.message}; {error.remedy}")
             self._pause()
 
     def _pause(self) -> None:

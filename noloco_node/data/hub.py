@@ -22,8 +22,7 @@ ShardReader = Callable[[], Iterator[Document]]
 
 
 def hub_documents(spec: DataSpec) -> Iterator[Document]:
-    """The rows of a dataset of the hub. It is downloaded once, and read from the disk row by row, or
-    streamed."""
+    """The rows of a dataset of the hub: downloaded once and read from the disk row by row, or streamed."""
     if spec.streaming:
         for read in hub_shards(spec):
             yield from read()

@@ -93,8 +93,7 @@ class Prefetch:
         return portion.windows
 
     def close(self) -> None:
-        """End the thread; waits for the document that it reads just now. One that hangs on a dead disk ends with the
-        process."""
+        """End the thread; waits for the document that it reads just now, but not for ever for a dead disk."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import tracemalloc
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -430,3 +431,23 @@ def test_what_walks_through_numbered_windows_does_not_take_a_streamed_text(spec:
     assert caught.value.exit_code is ExitCode.CONFIG
     with pytest.raises(ValueError, match=r"run\.data\.source is 'stdlib'"):
         DataSpec(streaming=True)
+
+
+def test_nothing_is_kept_of_a_shard_that_broke_off_but_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error was kept to the node's end, and with it what the shard was read with: 33 MB of a large text file."""
+    monkeypatch.setattr(block_reader, "PAUSES", Doubling(0.0, 0.0))
+    held = list[weakref.ref[Tokens]]()
+
+    class Breaking(SmallBlocks):
+        def read(self, turn: Turn) -> Iterator[Tokens]:
+            """As any, with something in hand."""
+            piece = np.zeros(LENGTH)
+            held.append(weakref.ref(piece))
+            return super().read(turn)
+
+    reader = BlockReader([Row(Breaking([8, -1, 8]), Watching(12))], 8)
+    portions = reader.portions()
+    assert [int(next(portions).windows[0, 0]) for _ in range(2)] == [0, 2]
+    assert [piece() for piece in held] == [None] * len(held)
+    [told] = reader.passed_over()
+    assert told.endswith("training goes on with other text: damaged; get it again")
