@@ -138,8 +138,7 @@ class CheckpointKeeper:
             await self._write(state)
 
     async def save_or_keep(self) -> Checkpoint | None:
-        """Take a checkpoint of a replica that trains no more; where the disk refuses it, what it would hold, in
-        memory."""
+        """Take a checkpoint of a replica that trains no more; where the disk refuses it, give what it would hold."""
         await self.save()
         if not self._failing:
             return None

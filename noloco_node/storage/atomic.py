@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -68,6 +69,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some disks, as of a virtual machine's host, say so of a folder: they have no such thing
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(descriptor)
 

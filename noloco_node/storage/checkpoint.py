@@ -250,8 +250,7 @@ class CheckpointFolder:
         return any(_stage_of(path) is not None for path in self._paths())
 
     def any_sound(self, run_id: str) -> bool:
-        """Tell whether one checkpoint of this run is whole, of whatever stage. It says nothing of those that are
-        not."""
+        """Tell whether one checkpoint of this run is whole, of whatever stage."""
         return any(self._from_the_newest(lambda path: bool(read_checkpoint(path, run_id, None))))
 
     def _from_the_newest(self, read: Callable[[Path], T], damaged: dict[Path, str] | None = None) -> Iterator[T]:

@@ -35,8 +35,7 @@ class Sealed(BaseModel):
 
     @staticmethod
     def holds_in(text: bytes) -> bool:
-        """Whether the seal in a manifest's JSON is that of its other fields, also of those that this release does not
-        know."""
+        """Whether the seal in a manifest's JSON is that of its other fields, also of those unknown here."""
         written = json.loads(text)
         seal = written.pop("seal", "")
         return seal == _seal_of(written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -122,3 +123,19 @@ def test_files_of_a_new_folder_may_be_read_by_whom_this_process_lets_read(tmp_pa
     with atomic.new_folder(tmp_path / "folder") as partial:
         (partial / "weights").touch(mode=0o600)
     assert (tmp_path / "folder" / "weights").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_disk_that_syncs_no_folders_takes_files_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is with some that a virtual machine shares with its host: no node could start there."""
+    synced = os.fsync
+
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        synced(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    atomic.write_bytes(tmp_path / "a", b"one")
+    with atomic.new_folder(tmp_path / "w") as partial:
+        (partial / "good").write_text("good")
+    assert listing(tmp_path) == ["a", "w"]
