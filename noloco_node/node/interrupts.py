@@ -229,8 +229,7 @@ def interruptible(way_out: WayOut | None = None, seconds: float = AT_ONCE_SECOND
 
 @contextlib.contextmanager
 def _hearing(heard: Callable[[int], None]) -> Generator[None]:
-    """Call `heard` on a thread of its own with the number of each signal: where the event loop hangs nobody else hears
-    it."""
+    """Call `heard` on a thread of its own with the number of each signal: the event loop may hang."""
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
     signals = (*heeded_signals(), *map(signal.Signals, WORDS))

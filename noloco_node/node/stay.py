@@ -175,8 +175,7 @@ class Stay:
         self.node.emit(Warned(what="identity_shared", detail=detail))
 
     async def _say_if_last(self) -> None:
-        """Once this node is told to leave, or its invitation has ended: say so where its stage is left without a
-        replica."""
+        """Once this node is told to leave, or its invitation has ended: say so where its stage loses its last one."""
         replica, net = self.replica, self.node.net
         await replica.stop.wait()
         if self.interrupts.asked or self.refused is not None or replica.rests:

@@ -490,8 +490,11 @@ class EventFile:
             self._refused = False
 
     def close(self) -> None:
-        """Close the file; further writes are an error."""
-        self._file.close()
+        """Close the file; further writes are an error. A disk of the network may say only now that it took no more."""
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.warning("the last events may be lost, %s took no more: %s", self._path, error.strerror or error)
 
     def _cut(self) -> None:
         """Take off what is written beyond the last whole line."""

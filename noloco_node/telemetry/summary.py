@@ -193,8 +193,7 @@ def training_loss(heads: Sequence[NodeHistory]) -> float | None:
 
 
 def training_curve(heads: Sequence[NodeHistory]) -> list[LossPoint]:
-    """Training loss of all first-stage replicas along the trained tokens, averaged by tokens within POINTS equal
-    bins."""
+    """Training loss of all first-stage replicas along the trained tokens, averaged by tokens in POINTS bins."""
     steps = [s for history in heads for s in history.inner if isfinite(s.loss) and s.tokens > 0]
     width = max((step.clock for step in steps), default=0.0) / POINTS
     if width <= 0.0:

@@ -110,3 +110,16 @@ def test_a_file_of_the_release_before_is_read_by_todays_names() -> None:
     assert moved.origin == "standby"
     text = path.read_text(encoding="utf-8")
     assert all(f'"{name}"' in text for name in (*OLD_NAMES, *(value for _, value in OLD_VALUES)))
+
+
+def test_a_disk_that_says_at_the_end_that_it_took_no_more_is_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node that had come to its end in order was told as failed."""
+    file = EventFile(tmp_path / "events.jsonl")
+    file.write(made.inner_step(1))
+    own = Path("/proc/self/fd")
+    [opened] = [int(fd) for fd in os.listdir(own) if os.path.realpath(own / fd) == str(tmp_path / "events.jsonl")]
+    os.close(opened)
+    file.close()
+    assert "the last events may be lost" in caplog.text
