@@ -104,7 +104,7 @@ def view_swarm(
         for peer, row in records.items()
         if row.record.state is not PeerState.GONE
     }
-    passed = min(life, now - earlier.looked) if earlier.time else 0.0
+    passed = min(life, max(0.0, now - earlier.looked)) if earlier.time else 0.0  # the clock may be set back
     gone = {one.peer_id: one for one in earlier.departed}
     followed = {peer: _followed(before.get(peer), claim, gone.get(peer), passed) for peer, claim in claims.items()}
     speed, speed_from = _speed(claims, followed)

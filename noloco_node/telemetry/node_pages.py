@@ -36,7 +36,7 @@ class Curve:
         if not math.isfinite(value):
             return
         self._last = when, value
-        if self._points and when - self._points[-1][0] < self._apart:
+        if self._points and 0.0 <= when - self._points[-1][0] < self._apart:  # the clock may be set back
             return
         self._points.append(self._last)
         if len(self._points) >= POINTS:

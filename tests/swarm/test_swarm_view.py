@@ -287,3 +287,11 @@ async def test_of_an_invited_run_outsiders_are_not_shown() -> None:
         finally:
             await eye.close()
     assert [node.peer_id for node in view.nodes] == ["a-peer-of-a-member"]
+
+
+def test_a_clock_that_is_set_back_takes_nothing_from_what_was_seen_of_a_node() -> None:
+    """By an hour: each node had worked an hour less, for as long as the seed lived."""
+    rows = [record("a")]
+    view = seen(rows, seen(rows), now=START + LIFE / 4)
+    view = seen(rows, view, now=START + LIFE / 4 - 3600.0)
+    assert [node.seen_seconds for node in view.nodes] == [LIFE / 4]

@@ -339,3 +339,13 @@ def test_a_curve_covers_a_whole_life_in_few_points() -> None:
     assert (points[0], points[-1]) == ((0.0, 0.0), (99_999.0, 99_999.0))
     apart = [b[0] - a[0] for a, b in itertools.pairwise(points[:-1])]
     assert max(apart) <= 2.5 * min(apart)
+
+
+def test_a_curve_goes_on_after_a_clock_was_set_back() -> None:
+    """It stood still for as long as the clock was set back by."""
+    curve = Curve()
+    for second in range(100_000):
+        curve.add(float(second), 1.0)
+    for second in range(50_000, 90_000):
+        curve.add(float(second), 2.0)
+    assert sum(value == 2.0 for _, value in curve.points()) > POINTS / 16
