@@ -185,7 +185,7 @@ class StageCopies:
             "fp16": GivenCopy(limits.standby_seconds / 2, idle, reading["fp16"]),
             "fp32": GivenCopy(30.0, idle, reading["fp32"]),
         }
-        self._collectors = PeerTable[PeerId, str](4)
+        self._collectors = PeerTable[PeerId, str](FEW_PEERS)
         """Peers that have read a whole copy in full precision of this stay's weights, and the root of the latest."""
         self._pace: _Pace = unpaced
         self._taking = asyncio.Lock()

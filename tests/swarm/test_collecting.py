@@ -254,3 +254,18 @@ async def test_one_record_that_says_the_end_has_come_asks_for_few_collections(
         await eventually(lambda: looks > 60, 20, "many looks")
         following.cancel()
     assert 1 <= len(asked) <= collecting.LAST_COLLECTIONS + 2, "an ordinary one gives one more back"
+
+
+async def test_others_that_have_read_push_no_collector_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A node waited at its end for the last four readers of its weights: four exports, and it left before the seed."""
+    caplog.set_level(logging.INFO)
+    async with trained(1) as swarm:
+        replica = swarm.made.replicas[0]
+        spec, giver = replica.context.spec, replica.context.transport.peer_id
+        await collector_of(swarm, tmp_path).collect(8)
+        for number in range(4):
+            reader = MemoryTransport(swarm.made.network, PeerId(f"one-who-reads-{number}"))
+            await fetch_slow(spec, 0, reader, giver, torch.empty(footprint_of(spec).parameters[0]), lambda _: None)
+        await shifted(replica, 0.5)
+        await swarm.copies[0].hand_over(0.0)
+    assert OUTSIDER in caplog.text.partition("have not taken the last weights")[2]
