@@ -120,7 +120,7 @@ def _default(field: FieldInfo) -> str:
         return "must be given"
     value: object = field.get_default(call_default_factory=True)
     if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-        return "the five algorithms"
+        return "the four algorithms"
     if value is None or value in ((), {}):
         return DASH
     if isinstance(value, bool):

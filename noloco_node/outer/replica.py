@@ -175,7 +175,7 @@ class OuterReplica:
         return coding.encode(self._contribution(part, device), part.start, pull).to(HOST)
 
     def add_chunk(self, index: int, wire: Tensor) -> None:
-        """Take in a partner's Q(s_j) of a chunk.
+        """Take in a partner's Q(s_j) of a chunk. It must come once: a second call counts as another partner's.
 
         Raises NotFinite, and ValueError where length or precision differ from what was agreed.
         """

@@ -99,7 +99,7 @@ class NodeReassigned(Event):
     from_stage: int
     stage: int
     why: Literal["poor", "lost"]
-    """`poor`: the stage had too little throughput; `lost`: nobody served it any more."""
+    """`poor`: the stage had too little throughput; `lost`: nobody served it any more, or nothing got through to it."""
     origin: Literal["seed", "peer", "standby", "checkpoint"]
     """Source of the weights: the RunSpec's seed, a stage peer, a copy that a node of another stage kept, or an own
     earlier checkpoint."""
@@ -252,8 +252,8 @@ class Account(Event):
     retried: int
     """Asks that came to nothing, and were followed by another."""
     repeated: int
-    """Sent again to another replica although the first may have trained it. Also an id that was trained here before,
-    under another sender or with another content."""
+    """Asks that broke off, so that nobody knows whether the microbatch was trained there. Also an id that was trained
+    here before, under another sender or with another content."""
     served: int
     """Microbatches of other peers trained here, counted before the answer goes out. Repeats and evaluations are not."""
     refused: dict[str, int]

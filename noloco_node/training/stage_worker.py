@@ -75,8 +75,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """Everything of one moment that a worker needs to go on as if it had not been interrupted, as `FrozenState` gave
-    it."""
+    """Everything of one moment that a worker needs to go on as if never interrupted, as `FrozenState` gave it."""
 
     progress: Progress
     credit: float
@@ -118,8 +117,7 @@ class StageWorker:
         """How far ahead of this clock the origins are whose microbatches are trained here (tokens), as they say; None
         on stage 0 and where it is not known. Set from the event loop like `live_replicas`."""
         self.copied_at = -math.inf
-        """Monotonic seconds at which it became a copy of a stage peer: what was heard of others' leads before then
-        is void."""
+        """Monotonic seconds at which it became a copy of a stage peer: leads that were heard of before are void."""
         self.shifted_at = -math.inf
         """Monotonic seconds at which its clock last moved otherwise than by counting."""
         self.last_trained = LastTrained(0, 0.0)
@@ -210,8 +208,9 @@ class StageWorker:
         turn: QueueTurn = OWN,
         waits: DeviceWaits | None = None,
     ) -> Tensor:
-        """Activations for the next stage. `draw` marks a new microbatch of stage 0, which waits for all other work;
-        `turn` says on whose account others' goes, `waits` is told what it waits."""
+        """Activations [B, T, width] for the next stage, of `inputs`: token ids [B, T] at stage 0, else activations of
+        that shape. `draw` marks a new microbatch of stage 0, which waits for all other work; `turn` says on whose
+        account others' goes, `waits` is told what it waits."""
         priority = Priority.DRAW if draw else Priority.FORWARD
         copies = self._trainer.copies
 
@@ -232,9 +231,9 @@ class StageWorker:
         chosen: Sequence[int] = (),
         waits: DeviceWaits | None = None,
     ) -> Tensor | None:
-        """Gradient of the passage's inputs, from that of its outputs as the peer `source` gave it back, of root mean
-        square `scale` where that is known, with how often all stages `chosen` each expert; takes an inner step when
-        this replica's share of the batch is reached. `waits` as in `forward`."""
+        """Gradient [B, T, width] of the passage's inputs, None on stage 0. `gradient` [B, T, width] is that of its
+        outputs as the peer `source` gave it back, of root mean square `scale` where that is known. `chosen` is how
+        often all stages chose each expert, `waits` as in `forward`. Takes an inner step when the share is reached."""
 
         def work() -> Tensor | None:
             self._free(GRADIENT)
@@ -258,8 +257,9 @@ class StageWorker:
         chosen: Sequence[int] = (),
         waits: DeviceWaits | None = None,
     ) -> LossResult:
-        """Last stage: loss and gradient of the inputs that the peer `source` sent, with how often the stages before it
-        `chosen` each expert; takes an inner step when due. `ids` as a passage has them, `waits` as in `forward`."""
+        """Last stage: loss and gradient of `inputs` [B, T, width], or ids [B, T] where it is the only stage, that the
+        peer `source` sent. `labels` are int [B, T], with marks where documents begin. `chosen` is how often the stages
+        before chose each expert, `ids` as a passage has them, `waits` as in `forward`. Takes an inner step when due."""
 
         def work() -> LossResult:
             self._free(GRADIENT)
@@ -273,13 +273,13 @@ class StageWorker:
     async def evaluate(
         self, inputs: Tensor, positions: Tensor | None = None, turn: QueueTurn = OWN, *, ids: Tensor | None = None
     ) -> Tensor:
-        """Forward only; `positions` and `ids` as a passage has them."""
+        """Forward only, with shapes as in `forward`; `positions` and `ids` as a passage has them."""
         return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate(inputs, positions, ids), turn)
 
     async def evaluate_loss(
         self, inputs: Tensor, labels: Tensor, turn: QueueTurn = OWN, *, ids: Tensor | None = None
     ) -> float:
-        """Last stage, forward only: loss summed over tokens."""
+        """Last stage, forward only, with shapes as in `loss`: loss summed over tokens."""
         return await self._thread.run(Priority.FORWARD, lambda: self._trainer.evaluate_loss(inputs, labels, ids), turn)
 
     async def discard(self, passage: ForwardContext) -> None:
