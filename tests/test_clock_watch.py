@@ -93,9 +93,9 @@ async def test_where_nobody_answers_nothing_is_said(monkeypatch: pytest.MonkeyPa
 
 
 def test_it_stands_in_the_status(tmp_path: Path) -> None:
-    diary = EventFile(tmp_path / "events.jsonl")
-    for event in (made_events.started("s0-r0"), Warned(time=1060.0, what="clock_wrong", detail="it is wrong")):
-        diary.write(event)
-    diary.close()
     with RunFolder(tmp_path).lock():
+        diary = EventFile(tmp_path / "events.jsonl")
+        for event in (made_events.started("s0-r0"), Warned(time=1060.0, what="clock_wrong", detail="it is wrong")):
+            diary.write(event)
+        diary.close()
         assert "  clock             60 s ago: it is wrong" in status_lines(tmp_path, 1120.0)

@@ -242,6 +242,7 @@ def test_generate_continues_a_text_as_the_seed_says(tmp_path: Path, capsys: pyte
     for wrong, code in [
         (["generate", str(out), "--prompt", ""], ExitCode.USAGE),
         (["generate", str(out), "--prompt", "a", "--temperature", "-1"], ExitCode.USAGE),
+        (["generate", str(out), "--prompt", "a", "--seed", "99999999999999999999"], ExitCode.USAGE),
         (["generate", str(tmp_path), "--prompt", "a"], ExitCode.RUN_FOLDER),
     ]:
         assert main(wrong) == code

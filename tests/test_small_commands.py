@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,7 @@ from noloco_node.telemetry import web
 from noloco_node.telemetry.events import EventFile
 from noloco_node.telemetry.web import Page, WebServer
 from noloco_node.telemetry.words import say_asking
+from tests.support import files_up_to
 from tests.telemetry import made_events as made
 
 ROOT = Path(__file__).parent.parent
@@ -190,6 +193,9 @@ def test_an_example_is_written_whole_and_never_over_a_file(
     assert (tmp_path / "tiny.yaml").read_text(encoding="utf-8") == "mine"
     assert cli.main(["config", "init", "lab/first", "--to", "a.yaml"]) == ExitCode.OK
     assert load_config(Path("a.yaml")) == load_config(Path("lab/first"))
+    with files_up_to(10):
+        assert cli.main(["config", "init", "--to", "c.yaml"]) == ExitCode.RUN_FOLDER
+    assert not (tmp_path / "c.yaml").exists(), "a second try would be told that the file exists"
     capsys.readouterr()
     assert cli.main(["config", "init", "sim/hunt", "--to", "b.yaml"]) == ExitCode.OK
     assert "noloco-node simulate b.yaml" in capsys.readouterr().out
@@ -242,6 +248,34 @@ def test_a_process_whose_standard_streams_are_closed_runs(closed: str, tmp_path:
     done = subprocess.run(["bash", "-c", line], timeout=60, check=False, capture_output=True)
     assert done.returncode == 0, done
     assert int((tmp_path / "number").read_text()) > 2
+
+
+def run_as_command(work: str, **streams: Any) -> subprocess.Popen[Any]:
+    """A process whose command does this."""
+    script = f"import signal, sys, tempfile, time; from noloco_node.cli import main as cli; {work}; cli.entry()"
+    environ = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.Popen([sys.executable, "-c", script], env=environ, **streams)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_takes_its_temporary_files_away(number: signal.Signals, tmp_path: Path) -> None:
+    """By SIGTERM or with its terminal `generate` left a whole model in the folder for temporary files."""
+    waits = f"with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}): print('now', flush=True); time.sleep(60)"
+    script = f"cli._check_no_secret = lambda _: exec({waits!r}); sys.argv = ['noloco-node', 'config', 'list']"
+    with run_as_command(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"now\n"
+        process.send_signal(number)
+        assert process.wait(60) == ExitCode.INTERRUPTED
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_full_disk_does_not_take_is_no_success() -> None:
+    """`invite ... > FILE` left an empty file, and said that all was well."""
+    with Path("/dev/full").open("wb") as full:
+        process = run_as_command("sys.argv = ['noloco-node', 'config', 'list']", stdout=full, stderr=subprocess.PIPE)
+        said = process.communicate(timeout=60)[1]
+    assert (process.returncode, b"No space left on device" in said) == (ExitCode.RUN_FOLDER, True)
 
 
 def test_a_console_without_unicode_shows_what_it_lacks_in_letters_that_it_has() -> None:

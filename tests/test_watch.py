@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from rich.console import Console
 
 from noloco_node.cli import main as cli
+from noloco_node.config.node_settings import NodeSettings
+from noloco_node.diagnostics import watch as watching
 from noloco_node.errors import ExitCode
 from noloco_node.observer import nothing_seen
 from noloco_node.telemetry.swarm_state import Happening
@@ -73,6 +82,30 @@ def test_what_is_no_address_is_said_at_once(capsys: pytest.CaptureFixture[str]) 
     """As `join` says it."""
     assert cli.main(["watch", "nonsense"]) == ExitCode.CONFIG
     assert "this is no address of a peer" in capsys.readouterr().err
+
+
+async def test_a_reader_that_has_gone_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--json --follow` into `head` ended with a traceback: the error came in a group of errors."""
+
+    async def beside(work: Coroutine[Any, Any, None], *_: object) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(work)
+
+    @contextlib.asynccontextmanager
+    async def looking_on(_: NodeSettings) -> AsyncGenerator[SimpleNamespace]:
+        door = SimpleNamespace(transport=None, daemon=SimpleNamespace(joined_peers=()))
+        supervisor = SimpleNamespace(beside=beside)
+        yield SimpleNamespace(door=door, directory=None, spec=micro_spec(), supervisor=supervisor)
+
+    def gone(_: object) -> None:
+        raise BrokenPipeError
+
+    seen = SimpleNamespace(last=nothing_seen(micro_spec()), run=lambda: None)
+    for name, made in {"looking_on": looking_on, "Onlooker": lambda *_, **__: seen, "document": gone}.items():
+        monkeypatch.setattr(watching, name, made)
+    monkeypatch.setattr(watching, "configure_logging", lambda *_: None)
+    with pytest.raises(BrokenPipeError):
+        await watching.watch(NodeSettings(), Console(), as_json=True, follows=True)
 
 
 def test_warnings_of_who_looks_on_stand_on_the_screen_in_a_line_each() -> None:

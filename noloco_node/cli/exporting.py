@@ -21,12 +21,11 @@ from noloco_node.exporting.sources import (
     gathered_folders,
     gathered_live,
     named_run,
-    say,
     with_text,
     with_tokenizer,
 )
 from noloco_node.process_memory import loading
-from noloco_node.telemetry.words import plain_text, say_loading
+from noloco_node.telemetry.words import plain_text, say, say_loading
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -182,6 +181,8 @@ def _generate(options: argparse.Namespace) -> int:
     if options.max_tokens < 1 or not 0.0 <= options.temperature <= 100.0:
         message = f"--max-tokens is {options.max_tokens} and --temperature {options.temperature:g}"
         raise UserError(ExitCode.USAGE, message, "name 1 token or more, and a temperature from 0 to 100")
+    if not 0 <= options.seed < 1 << 63:
+        raise UserError(ExitCode.USAGE, f"--seed is {options.seed}", "name a number from 0 to 9223372036854775807")
     if not options.prompt:
         raise UserError(ExitCode.USAGE, "--prompt is empty", "name the beginning of a text")
     live = are_addresses(options.sources)

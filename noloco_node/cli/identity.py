@@ -230,6 +230,10 @@ def make_invitation(run: RunSpec, key: Path, *, peer: str | None, hours: float) 
     owner = load_or_create_identity(key) if run.access.owner is None else _named_owner(run.access.owner, key)
     if run.access.owner != owner.peer_id:
         raise _not_the_owner(run, owner)
+    if run.access.mode != "invited":
+        message = f"run.access.mode is '{run.access.mode}', where nobody is asked for an invitation: none was written"
+        remedy = "set run.access.mode: invited in the configuration before the run starts, and call this again"
+        raise UserError(ExitCode.CONFIG, message, remedy)
     expires = int(ambient.wall() + hours * 3600)
     invitation = invite(owner, run.run_id, expires, peer)
     whom = f"for {peer} only" if peer else "for any holder: send it in private"

@@ -8,6 +8,7 @@ import errno
 import io
 import logging
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -37,6 +38,9 @@ def entry() -> NoReturn:
     open_standard_streams()
     for name in OTHERS_SETTINGS:
         os.environ.pop(name, None)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # an end by these left half a model behind, or a whole one
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     code = main()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -74,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.arguments = given
     try:
         _check_no_secret(given)
-        return int(options.call(options))
+        code = int(options.call(options))
+        sys.stdout.flush()  # a full disk refuses it now: an invitation that was lost looked like one that was written
+        return code
     except UserError as error:
         _complain(str(error), options)
         return int(error.exit_code)

@@ -4,6 +4,7 @@ for a shell."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import mmap
@@ -144,6 +145,9 @@ def write_example(name: str, target: Path | None) -> Path:
         with path.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except OSError as error:
+        if not isinstance(error, FileExistsError):  # what is left of it would be called a file that exists
+            with contextlib.suppress(OSError):
+                path.unlink()
         message = f"{path} cannot be written: {error.strerror}"
         raise UserError(ExitCode.RUN_FOLDER, message, "name another file with --to") from None
     return path

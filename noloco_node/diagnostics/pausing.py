@@ -58,7 +58,7 @@ class _Asked:
         self.folder, self._word = folder, word
         events = Events(folder.events)
         doing, stopped = events.last(Doing), events.last(NodeStopped)
-        self._doing = None if events.follows(stopped, doing) else doing
+        self._doing = None if folder.silent_so_far or events.follows(stopped, doing) else doing
         self._reader = EventReader(folder.events)
         list(self._reader.new_events())
         _send(folder, _pid_of(folder), word)

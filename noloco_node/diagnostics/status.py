@@ -212,8 +212,11 @@ def _node(path: Path, folder: RunFolder, started: NodeStarted | None, events: Ev
 def _now(folder: RunFolder, events: Events, started: NodeStarted | None, now: float) -> Iterator[str]:
     """Whether it runs, and what it does or waits for, and for how long."""
     stopped, doing = events.last(NodeStopped), events.last(Doing)
-    ended = events.follows(stopped, started, doing)
-    if not ended and not folder.in_use:
+    ended, in_use = events.follows(stopped, started, doing), folder.in_use
+    if in_use and folder.silent_so_far:
+        yield f"now                 {_activity(events, None, now)}"
+        return
+    if not ended and not in_use:
         if not events.time:
             yield f"now                 not known: nothing in {folder.events} can be read"
             return

@@ -44,8 +44,6 @@ def ask_state(host: str, port: int) -> NodeState:
         status, body = ask_page(host, port, "/api/state", most_bytes=4 << 20)
     except Hangs as error:
         raise NoState(str(error), WAKE) from None
-    except TimeoutError:
-        raise NoState("no answer in time") from None
     except OSError as error:
         raise NoState(error.strerror or str(error)) from None
     except (http.client.HTTPException, ValueError) as error:

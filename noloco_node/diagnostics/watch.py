@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from noloco_node.aio import first_alone
 from noloco_node.bootstrap.hello import measure_hello, said_to_be_over
 from noloco_node.config.node_settings import NodeSettings
 from noloco_node.config.run_spec import RunSpec
@@ -33,7 +34,7 @@ async def watch(settings: NodeSettings, console: Console, *, as_json: bool, foll
     a node that joins does, if no peer answers, or none gives a RunSpec."""
     log, draws = LogTail(), follows and not as_json
     configure_logging("WARNING", NodeLog(), (lambda _: None) if draws else None, log)
-    with interruptible() as interrupts:
+    with interruptible() as interrupts, first_alone(OSError):  # a reader that has gone is no defect
         try:
             async with _onlooking(settings) as (onlooker, serve):
                 if not follows:

@@ -114,7 +114,8 @@ class Collector:
         if self._shapes is None:
             self._shapes = await ambient.elsewhere(Shapes, self._run)
         await ambient.elsewhere(partial(self._spool.mkdir, parents=True, exist_ok=True))
-        gatherer = Gatherer(self._run, self._shapes, self._transport, self._directory, self._spool, _untold, most=most)
+        parts = self._run, self._shapes, self._transport, self._directory, self._spool
+        gatherer = Gatherer(*parts, lambda _came, _wanted: None, most=most)  # nobody watches these downloads
         began = ambient.monotonic()
         found = {stage: replicas for stage, replicas in (await gatherer.found()).items() if replicas}
         self._giving_seconds = ambient.monotonic() - began
@@ -215,7 +216,3 @@ def _linked(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _untold(_came: int, _wanted: int) -> None:
-    """Nobody watches these downloads."""

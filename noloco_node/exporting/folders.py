@@ -16,7 +16,7 @@ from noloco_node.config.run_spec import RunSpec
 from noloco_node.diagnostics.status import Events
 from noloco_node.errors import ExitCode, UserError, near_words, suggestion
 from noloco_node.exporting.gathered import Gathered, Reported, SavedReplica, Shapes, final_weights
-from noloco_node.storage.checkpoint import STATE, CheckpointFolder, Unusable, open_slow, read_standing
+from noloco_node.storage.checkpoint import STATE, CheckpointFolder, KeptStanding, Unusable, open_slow, read_standing
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.storage.weights import MANIFEST, read_manifest
 from noloco_node.telemetry.events import Evaluation, NodeStarted
@@ -62,8 +62,9 @@ def gather_folders(paths: Sequence[Path], given: RunSpec | None) -> Gathered:
 
 def _places(path: Path) -> Iterator[Path]:
     """Folders of weights and run folders of nodes in a folder, itself included."""
-    found = list(_below(path, DEPTH))
-    if not found and (began := next(_begun(path, DEPTH), None)) is not None:
+    found = list(_below(path, DEPTH, _holds_weights))
+    begun = _below(path, DEPTH, lambda each: RunFolder(each).events.is_file())  # a node writes there, or wrote
+    if not found and (began := next(begun, None)) is not None:
         usual = NodeSettings()
         raise UserError(
             ExitCode.RUN_FOLDER,
@@ -92,21 +93,12 @@ def _near(path: Path) -> str:
     return f"{meant} " if meant else ""
 
 
-def _below(path: Path, depth: int) -> Iterator[Path]:
-    if (path / MANIFEST).is_file() or _is_node(path):
+def _below(path: Path, depth: int, wanted: Callable[[Path], bool]) -> Iterator[Path]:
+    if wanted(path):
         yield path
     elif depth:
         for inner in _inner(path):
-            yield from _below(inner, depth - 1)
-
-
-def _begun(path: Path, depth: int) -> Iterator[Path]:
-    """Folders in which a node writes, or wrote."""
-    if RunFolder(path).events.is_file():
-        yield path
-    elif depth:
-        for inner in _inner(path):
-            yield from _begun(inner, depth - 1)
+            yield from _below(inner, depth - 1, wanted)
 
 
 def _inner(path: Path) -> Iterator[Path]:
@@ -115,9 +107,9 @@ def _inner(path: Path) -> Iterator[Path]:
         yield from (each for each in found if each.is_dir() and not each.is_symlink() and each.name[0] != ".")
 
 
-def _is_node(path: Path) -> bool:
-    folder = RunFolder(path)
-    return (folder.final / MANIFEST).is_file() or any(folder.checkpoints.glob(f"*/{MANIFEST}"))
+def _holds_weights(path: Path) -> bool:
+    manifests = path / MANIFEST, RunFolder(path).final / MANIFEST
+    return any(each.is_file() for each in manifests) or any(RunFolder(path).checkpoints.glob(f"*/{MANIFEST}"))
 
 
 def _newest(place: Path, shapes: Shapes) -> _Saved:
@@ -129,7 +121,7 @@ def _newest(place: Path, shapes: Shapes) -> _Saved:
     final = _final(folder.final) if (folder.final / MANIFEST).is_file() else None
     newest = CheckpointFolder(folder.checkpoints, 1).newest_whole()
     if newest is not None and (final is None or newest[1].progress.clock > final.replica.clock):
-        return _checkpoint(newest[0], shapes)
+        return _checkpoint(newest[0], shapes, newest[1])
     if final is None:
         raise _damaged(folder.checkpoints, "none of the checkpoints is whole")
     return final
@@ -140,9 +132,9 @@ def _final(place: Path) -> _Saved:
     return _Saved(place, read_manifest(place).run_id, _of(place, replica.stage, replica.clock, replica.load))
 
 
-def _checkpoint(place: Path, shapes: Shapes) -> _Saved:
+def _checkpoint(place: Path, shapes: Shapes, standing: KeptStanding | None = None) -> _Saved:
     try:
-        standing = read_standing(place)
+        standing = standing or read_standing(place)
         load = partial(_loaded, place, standing.stage, shapes, open_slow(place))
     except Unusable as reason:
         raise _damaged(place, str(reason)) from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from noloco_node.process_memory import loading
 from noloco_node.telemetry.words import say_asking, say_loading
 
 if TYPE_CHECKING:
-    from noloco_node.config.node_settings import NodeSettings
     from noloco_node.config.run_spec import RunSpec
     from noloco_node.exporting.gathered import Gathered
 
@@ -29,20 +27,6 @@ def are_addresses(sources: Sequence[str]) -> bool:
     return bool(addresses)
 
 
-def guest_settings(options: argparse.Namespace) -> NodeSettings:
-    """The settings of an onlooker of the run at the addresses in `options.sources`. UserError (CONFIG) if one is
-    none."""
-    from noloco_node.config.node_settings import NodeSettings
-    from noloco_node.node.early_checks import check_peers
-
-    settings = NodeSettings(
-        initial_peers=tuple(options.sources), invitation=options.invitation, identity=options.identity
-    )
-    check_peers(settings)
-    say_asking(settings.initial_peers)
-    return settings
-
-
 def gathered_live(
     options: argparse.Namespace,
     stack: contextlib.ExitStack,
@@ -51,7 +35,13 @@ def gathered_live(
 ) -> Gathered:
     """The weights fetched from the nodes at `options.sources` into a folder that is gone when the stack is left. The
     folder is beside the path that is named, else one for temporary files. UserError as `gather_live`."""
-    settings = guest_settings(options)
+    from noloco_node.config.node_settings import NodeSettings
+    from noloco_node.node.early_checks import check_peers
+
+    peers = tuple(options.sources)
+    settings = NodeSettings(initial_peers=peers, invitation=options.invitation, identity=options.identity)
+    check_peers(settings)
+    say_asking(settings.initial_peers)
     with loading():
         import uvloop
         from rich.console import Console
@@ -135,8 +125,3 @@ def check_text_named(options: argparse.Namespace) -> None:
 
     if named_run(options) is None:
         check_own_data(load_join(options.set).run.data)
-
-
-def say(line: str) -> None:
-    """To the person, beside what the command gives."""
-    print(line, file=sys.stderr, flush=True)

@@ -124,6 +124,7 @@ async def _enter(departure: Departure, telemetry: Telemetry, interrupts: Interru
         with interrupts.leaving():
             saved = await ambient.elsewhere(open_run, folder, checkpoints, net.spec, net.settings, net.life.birth)
             departure.opened.set()
+            emit(Doing(what="joining", detail="preparing its stage", since=ambient.wall()))
             if saved is None and (warning := unusable_checkpoints(checkpoints)) is not None:
                 emit(warning)
             await ambient.elsewhere(net.known.save, net.spec.run_id)  # the folder is this run's now

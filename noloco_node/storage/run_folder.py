@@ -133,6 +133,13 @@ class RunFolder:
         return holder_pid(self._lock_file)
 
     @property
+    def silent_so_far(self) -> bool:
+        """Whether the process that holds it has written no event yet: those that are there are of former lives."""
+        with contextlib.suppress(OSError):
+            return self.events.stat().st_mtime_ns < self._lock_file.stat().st_mtime_ns
+        return False
+
+    @property
     def _lock_file(self) -> Path:
         return self.path / NODE_LOCK
 

@@ -135,19 +135,20 @@ def say_asking(peers: Sequence[str], log_format: str = "text") -> None:
         say_loading(log_format)
     elif log_format == "text":
         whom = "the peer" if len(peers) == 1 else f"{len(peers)} peers"
-        _say(f"asking {whom} at {', '.join(peers)} for the run: some seconds, half a minute where one is dead")
+        say(f"asking {whom} at {', '.join(peers)} for the run: some seconds, half a minute where one is dead")
 
 
 def say_loading(log_format: str = "text") -> None:
     """Before torch and transformers are loaded, where they are not yet. Nothing beside a log of JSON."""
     if log_format == "text" and SLOW_TO_LOAD not in sys.modules:
-        _say("loading torch and transformers: some seconds, from a cold disk more")
+        say("loading torch and transformers: some seconds, from a cold disk more")
 
 
 def say_drawing() -> None:
     """Before a report is made."""
-    _say("reading the run folder and drawing: some seconds")
+    say("reading the run folder and drawing: some seconds")
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """To the person, beside what the command gives."""
     print(line, file=sys.stderr, flush=True)

@@ -164,6 +164,9 @@ def test_the_command_signs_its_owners_runs_only(owner: Identity, tmp_path: Path)
     with pytest.raises(UserError, match=r"access\.owner names none") as raised:
         make_invitation(micro_spec(stages=1), tmp_path / "new.key", peer=None, hours=1)
     assert "was made now" not in raised.value.message
+    for mode in ("open", "listed"):
+        with pytest.raises(UserError, match=f"mode is '{mode}', where nobody is asked for an invitation"):
+            make_invitation(run_of(owner, mode, peers=(GUEST,) * (mode == "listed")), owner.path, peer=None, hours=1)
     with pytest.raises(UserError, match="--hours"):
         make_invitation(run_of(owner), owner.path, peer=None, hours=0)
     spec, guest = run_of(owner), load_or_create_identity(tmp_path / "guest.key").peer_id

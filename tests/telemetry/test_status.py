@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_a_running_node_names_what_it_waits_for_and_for_how_long(folder: Path, i
     write(folder, started(identity), wait, account())
     assert now_line(folder).startswith("gone without a last word 10 s ago")
     with RunFolder(folder).lock():
+        write(folder, wait, account())
         assert now_line(folder) == "waiting for 60 s for a replica of stage 0: none is known"
         lines = status_lines(folder, NOW)
         assert "progress            50,000 of 200,000 tokens (25 %)" in lines
@@ -109,8 +111,8 @@ def test_a_stopped_node_says_when_and_why_and_a_new_life_counts(folder: Path, id
     """The last of start, word and end decides; a joining node has a present before it is up."""
     write(folder, started(identity), account(), stopped())
     assert now_line(folder) == "stopped 5 s ago (target reached by the run; this node itself stood at 25 %)"
-    write(folder, Doing(time=999.0, what="joining", detail="looking for the nodes of the run", since=999.0))
     with RunFolder(folder).lock():
+        write(folder, Doing(time=999.0, what="joining", detail="looking for the nodes of the run", since=999.0))
         assert now_line(folder) == "looking for the nodes of the run, for 1 s"
 
 
@@ -242,8 +244,8 @@ def test_nodes_of_several_runs_stand_below_their_own(tmp_path: Path) -> None:
 
 def test_a_paused_node_says_for_how_long(tmp_path: Path) -> None:
     """`resume goes on, for 4 s` told when it would."""
-    write(tmp_path, Doing(time=1117.0, what="paused", detail="paused: noloco-node resume goes on", since=1117.0))
     with RunFolder(tmp_path).lock():
+        write(tmp_path, Doing(time=1117.0, what="paused", detail="paused: noloco-node resume goes on", since=1117.0))
         assert any(line.endswith("resume goes on (for 4 s)") for line in status_lines(tmp_path, now=1121.0))
 
 
@@ -310,6 +312,20 @@ def test_a_node_that_has_written_nothing_yet_is_starting(tmp_path: Path) -> None
     folder.events.touch()
     with folder.lock():
         lines = status_lines(tmp_path, now=1121.0)
+    assert "now                 starting" in lines
+    assert not any("silent" in line for line in lines)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_node_that_was_started_again_is_starting_whatever_its_former_life_said_last(
+    in_order: bool, tmp_path: Path
+) -> None:
+    """After a kill -9 it was said to train, and to be stuck; after an orderly end it was said to have stopped."""
+    training = Doing(time=1000.0, what="training", detail="training", since=1000.0)
+    write(tmp_path, made.started("s0-r0"), training, *([made.stopped("s0-r0")] if in_order else []))
+    os.utime(RunFolder(tmp_path).events, (0.0, 1000.0))
+    with RunFolder(tmp_path).lock():
+        lines = status_lines(tmp_path, now=99_999.0)
     assert "now                 starting" in lines
     assert not any("silent" in line for line in lines)
 
