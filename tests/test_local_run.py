@@ -11,9 +11,9 @@ from rich.console import Console
 from noloco_node.config.load import load_config
 from noloco_node.errors import ExitCode, UserError
 from noloco_node.launch.local_run import disk_use, drop_checkpoints, run_local_swarm
-from noloco_node.launch.local_swarm import LocalSwarm
+from noloco_node.launch.local_swarm import LocalSwarm, Observer, SwarmNode
 from noloco_node.storage.run_folder import RunFolder
-from noloco_node.telemetry.events import EventFile
+from noloco_node.telemetry.events import AnyEvent, EventFile
 from tests.telemetry import made_events as made
 
 MICRO = Path(__file__).parent / "configs" / "micro.yaml"
@@ -47,6 +47,22 @@ def test_where_nothing_can_be_written_no_swarm_is_shown(tmp_path: Path) -> None:
         run_local_swarm(load_config(MICRO), tmp_path / "file" / "run", console)
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue() == ""
+
+
+def test_a_launcher_keeps_no_event_that_it_has_shown(tmp_path: Path) -> None:
+    """A kilobyte for each step of each node: a swarm of some days filled the machine's memory."""
+    seen = list[AnyEvent]()
+
+    class Follower(Observer):
+        def on_event(self, node: SwarmNode, event: AnyEvent) -> None:
+            """Shown."""
+            seen.append(event)
+
+    EventFile(RunFolder(tmp_path).events).write(made.inner_step(1))
+    kept, shown = (SwarmNode("s0-r0", 0, tmp_path, Follower(), keeps=keeps) for keeps in (True, False))
+    kept.read_events()
+    shown.read_events()
+    assert [len(events) for events in (seen, kept.events, shown.events)] == [2, 1, 0]
 
 
 def test_a_run_folder_says_what_takes_its_place(tmp_path: Path) -> None:

@@ -116,8 +116,7 @@ def _check_made(spec: DataSpec, tokenizer: Tokenizer) -> None:
 
 
 def _check_beginning(spec: DataSpec, tokenizer: Tokenizer) -> None:
-    """Check the first documents with a tokenizer that is larger than the model: one that does not belong to it shows
-    there."""
+    """Check the first documents with a tokenizer that is larger than the model: a foreign one shows there."""
     left = 1 << 20  # characters, or ids
     for document in read_documents(spec):
         if not document.is_blank:

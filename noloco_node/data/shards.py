@@ -17,8 +17,7 @@ from noloco_node.data.tokenizers import Tokenizer, Tokens
 
 
 class TextShards:
-    """The tokens of a text, document by document, shard by shard, tokenised as they go by. Reading raises UserError
-    (DATA)."""
+    """The tokens of a text, document by document, shard by shard, tokenised as it is read. Raises UserError (DATA)."""
 
     def __init__(self, spec: DataSpec, tokenizer: Tokenizer) -> None:
         self._spec, self._tokenizer = spec, tokenizer

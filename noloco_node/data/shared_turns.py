@@ -45,8 +45,7 @@ _Count = Annotated[int, Field(ge=0, le=1 << 48)]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A slot that a replica has taken, how many windows of its block are drawn, and whether this replica has begun
-    it."""
+    """A slot that a replica has taken, how many windows of its block are drawn, and whether this replica reads it."""
 
     slot: int
     position: int = 0

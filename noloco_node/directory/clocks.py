@@ -83,8 +83,7 @@ class PeerClocks:
         return lags(self.own(), self.recorded(), by=self.max_lag / 2)
 
     def far_behind(self) -> bool:
-        """Whether the directory says that this replica lags by all that is allowed: a stage peer would give its
-        state."""
+        """Whether the directory says that this replica lags by all that is allowed, and is to take a state."""
         return lags(self.own(), self.recorded(), by=self.max_lag)
 
 
@@ -228,8 +227,7 @@ def median_clock(heard: Iterable[OriginSeen]) -> float | None:
 
 
 def furthest_clock(heard: Sequence[OriginSeen], lead: float) -> float | None:
-    """The furthest clock of an origin (tokens) that is believed: at most `lead` beyond the median. None where nothing
-    was heard."""
+    """The furthest clock of an origin (tokens) that is believed: at most `lead` beyond the median. None if none is."""
     middle = median_clock(heard)
     return None if middle is None else max(seen.clock for seen in heard if seen.clock <= middle + lead)
 

@@ -81,7 +81,7 @@ class KnownPeers:
     """Peers by id with their addresses, those met last first; at most `MOST_PEERS`."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._refused = path, False
         self._rng = ambient.chance()
         self.run: str | None = None
         """The run in which they were met; None where the file says nothing."""
@@ -120,7 +120,7 @@ class KnownPeers:
         return sorted(found, key=lambda item: -item[1].clock) if run == self.run else []
 
     def save(self, run: str) -> None:
-        """Write the file; a failure is logged, since the training can do without it."""
+        """Write the file; a failure is logged once until it works again, since the training can do without it."""
         if run != self.run:
             self.held = {}
         self.run = run
@@ -131,8 +131,11 @@ class KnownPeers:
         }
         try:
             atomic.write_json(self._path, content)
+            self._refused = False
         except OSError as error:
-            logger.warning("the peers seen cannot be kept in %s: %s", self._path, error.strerror or error)
+            if not self._refused:
+                logger.warning("the peers seen cannot be kept in %s: %s", self._path, error.strerror or error)
+            self._refused = True
 
     async def keep(
         self,

@@ -21,7 +21,7 @@ from noloco_node.report.page import make_report
 from noloco_node.storage import atomic
 from noloco_node.storage.run_folder import RunFolder
 from noloco_node.telemetry.display import Display, LocalSwarmView
-from noloco_node.telemetry.events import AnyEvent
+from noloco_node.telemetry.events import AnyEvent, EventReader
 from noloco_node.telemetry.history import NodeHistory
 from noloco_node.telemetry.summary import Summary, summarize_histories
 from noloco_node.telemetry.words import as_stages
@@ -55,11 +55,12 @@ def run_local_swarm(config: Config, run_folder: Path, console: Console) -> Swarm
         nodes=tuple(layout(config)),
     )
     observer = _Follower(view, Display(view, console), run_folder)
-    swarm = LocalSwarm(config, run_folder, observer=observer)
+    swarm = LocalSwarm(config, run_folder, observer=observer, keeps_events=False)
     swarm.prepare_folder()  # before what another run has written there is shown, or that nothing can be written
     interrupted = asyncio.run(_supervise(swarm, observer))
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    histories = [NodeHistory.of(node.name, node.events) for node in swarm.nodes]
+    files_of = {node.name: EventReader(RunFolder(node.folder).events) for node in swarm.nodes}
+    histories = [NodeHistory.of(name, file.new_events()) for name, file in files_of.items()]
     files = {"events and logs of each node": run_folder / "nodes", "summary": run_folder / "summary.json"}
     try:
         _write_summary(summarize_histories(histories), files["summary"])

@@ -54,13 +54,14 @@ class Observer:
 class SwarmNode:
     """One daemon: its process, its folder and the events it has written so far."""
 
-    def __init__(self, name: str, stage: int, folder: Path, observer: Observer) -> None:
+    def __init__(self, name: str, stage: int, folder: Path, observer: Observer, *, keeps: bool = True) -> None:
+        """`keeps`: its events stay in `events`. Each takes a kilobyte, to the end of the swarm."""
         self.name = name
         self.stage = stage
         self.folder = folder
         self.log = RunFolder(folder).log
         """Its standard output and error."""
-        self.events: list[AnyEvent] = []
+        self._keeps, self.events = keeps, list[AnyEvent]()
         self.started: NodeStarted | None = None
         self.stopped: NodeStopped | None = None
         self.serves = stage
@@ -93,7 +94,8 @@ class SwarmNode:
     def read_events(self) -> None:
         """Take in what it has written since the last call."""
         for event in self._reader.new_events():
-            self.events.append(event)
+            if self._keeps:
+                self.events.append(event)
             if isinstance(event, NodeStarted):
                 self.started, self.stopped, self.serves = event, None, event.stage
             elif isinstance(event, NodeReassigned):
@@ -149,13 +151,14 @@ class LocalSwarm:
         *,
         observer: Observer | None = None,
         command: Sequence[str] = DAEMON,
+        keeps_events: bool = True,
     ) -> None:
         self.config = _for_daemons(config)
         self.run_folder = run_folder
         self._observer = observer or Observer()
         self._stopping = False
         self.nodes = tuple(
-            SwarmNode(name, stage, run_folder / "nodes" / name, self._observer)
+            SwarmNode(name, stage, run_folder / "nodes" / name, self._observer, keeps=keeps_events)
             for name, stage in layout(config).items()
         )
         self._command = tuple(command)

@@ -212,8 +212,7 @@ class CheckpointKeeper:
         return windows
 
     def _random_state(self) -> Tensor:
-        """The random state of the choices of routes and partners, so that a returning node does not choose as
-        before."""
+        """The random state of the choices of routes and partners, so that a returning node chooses otherwise."""
         _, words, _ = self._replica.context.rng.getstate()
         return torch.tensor(words, dtype=torch.int64)
 

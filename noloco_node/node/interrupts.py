@@ -173,8 +173,7 @@ class Interrupts:
             self.word(word)
 
     def leaves(self, code: ExitCode = ExitCode.FAILURE) -> None:
-        """The node is on its way out; if that takes too long, it ends with this code, or with INTERRUPTED after a
-        signal."""
+        """The node is on its way out; if that takes too long, it ends with this code, or INTERRUPTED after a signal."""
         if self._way_out is not None:
             self._way_out.begin(self._seconds, ExitCode.INTERRUPTED if self._heard else code)
 

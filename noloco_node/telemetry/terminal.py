@@ -162,8 +162,7 @@ def _two_columns(rows: Figures) -> Table:
 
 
 def _table(columns: str, rows: Iterable[_Row], left: str = "") -> RenderableType:
-    """The names of the columns stand between commas; all but the first are figures. `left`: what there was no room
-    for."""
+    """The names of the columns stand between commas; all but the first are figures. `left`: what had no room."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     first, *others = columns.split(", ")
     table.add_column(first, max_width=24, no_wrap=True, overflow="ellipsis")

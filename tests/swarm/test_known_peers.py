@@ -96,6 +96,23 @@ def test_a_named_run_is_entered_by_its_own_peers_only(tmp_path: Path) -> None:
     assert seen_before(known, None, [at("198.51.100.9", ID)]) == here
 
 
+def test_a_disk_that_takes_no_list_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A node whose disk had become read-only said so every half minute; it says so again after it has worked."""
+    (tmp_path / "folder").write_text("in the way")
+    known = KnownPeers(tmp_path / "folder" / "peers.json")
+    for _ in range(2):
+        known.save("run-a")
+        known.save("run-a")
+        assert caplog.text.count("the peers seen cannot be kept") == 1
+        caplog.clear()
+        (tmp_path / "folder").unlink()
+        (tmp_path / "folder").mkdir()
+        known.save("run-a")
+        (tmp_path / "folder" / "peers.json").unlink()
+        (tmp_path / "folder").rmdir()
+        (tmp_path / "folder").write_text("in the way")
+
+
 async def test_the_file_follows_the_live_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they listen is asked again and again; one that nobody finds keeps its last address."""
     monkeypatch.setattr("noloco_node.directory.known_peers.LOOK_SECONDS", 0.01)
