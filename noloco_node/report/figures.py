@@ -350,7 +350,7 @@ def faults(told: ReportedRun) -> list[Count]:
 def _of_books(books: Microbatches) -> Iterator[tuple[str, int]]:
     yield "microbatches tried again", books.retried
     yield "microbatches requeued", books.requeued
-    yield "microbatches sent to a second replica", books.repeated
+    yield "microbatches asked for again after their answer broke off", books.repeated
     yield "microbatches dropped", books.dropped
 
 

@@ -84,7 +84,7 @@ def test_the_figures_are_the_summarys_and_those_of_status(below: str, tmp_path: 
         "refusals given: busy": 20,
         "microbatches tried again": 16,
         "microbatches requeued": 12,
-        "microbatches sent to a second replica": 4,
+        "microbatches asked for again after their answer broke off": 4,
     }
 
 
