@@ -6,7 +6,7 @@ from tests.house import journeys, sizes
 
 BOUNDS = {
     "lines of the package": 59_512,
-    "lines of the tests": 61_228,
+    "lines of the tests": 61_229,
     "lines of benchmarks and deploy": 4_915,
     "module-level numbers": 330,
     "files of the package": 278,

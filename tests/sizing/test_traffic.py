@@ -7,11 +7,12 @@ import pytest
 from noloco_node.config.run_spec import EvaluationSpec
 from noloco_node.sizing.footprint import footprint_of
 from noloco_node.sizing.traffic import rest_of_run
-from tests.worlds import micro_spec, run_to_the_end, world
+from tests.worlds import micro_spec, run_to_the_end, virtually, world
 
 REPLICAS = 2
 
 
+@virtually
 async def test_the_rest_of_a_run_is_told_as_it_is_sent_evaluations_included() -> None:
     """A whole run with evaluations that are a third of its forwards, which were left out of what `join` says."""
     spec = micro_spec(steps=12)
